@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv format lint types test test-quick thorough demo bench build clean
+.PHONY: help venv format lint types test test-quick thorough integrations docs demo bench build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,25 @@ test-quick: $(STAMP) ## run the tests that take no time
 thorough: $(STAMP) ## run the tests with many more random examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2 --dist loadfile
 
+# An environment of their own: these packages are large, and pin what others need.
+FRAMEWORKS := torchtitan==0.3.0 lightning==2.6.6 accelerate==1.15.0 megatron-core==0.16.1 psutil
+
+integrations: .venv-integrations/.installed ## test with torchtitan, Lightning, accelerate, Megatron-core
+	.venv-integrations/bin/pytest -q tests/integrations
+
+.venv-integrations/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python -m pip install torch==2.13.0 'setuptools>=77'
+	.venv-integrations/bin/python -m pip install --no-build-isolation --editable '.[test]' $(FRAMEWORKS)
+	@touch $@
+
+docs: $(VENV)/.docs ## make the documentation site in build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --no-build-isolation --editable '.[docs]'
+	@touch $@
+
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -P -m shardplan demo
 
@@ -62,5 +81,5 @@ build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds 
 	$(BIN)/python -m build --no-isolation --outdir build/wheels
 
 clean: ## remove all that the other targets made
-	rm -rf $(VENV) build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -60,17 +60,11 @@ class Turn(Generic[M]):
 
 @attrs.frozen(eq=False)
 class StepResult(Generic[M, W]):
-    """The result of a step that succeeded on all ranks.
+    """The result of a step that succeeded on all ranks."""
 
-    Attributes:
-        mine: What ``map`` kept on this rank.
-        whole: What ``reduce`` kept on the coordinator; None on other ranks.
-        reply: The coordinator's message to this rank.
-    """
-
-    mine: M
-    whole: W | None
-    reply: Any
+    mine: M  # what `map` kept on this rank
+    whole: W | None  # what `reduce` kept on the coordinator; None on other ranks
+    reply: Any  # the coordinator's message to this rank
 
 
 def _leave_it(kept: object, error: BaseException) -> None:

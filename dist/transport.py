@@ -1,43 +1,34 @@
-"""Messages of any size between processes, over a gloo group, in CPU memory.
+"""What one process sends another directly, over a TCP connection of their own, in CPU memory.
 
-Calls that may block for ever are made in a thread, a `Worker`, so that the caller can be
-interrupted.
+A rank that receives listens, and leaves its address in the store; who sends it something connects
+to it. So ranks that exchange nothing are not connected. A thread for each peer and direction moves
+the bytes, while the caller can be interrupted; `Worker` does the same for other calls.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import ctypes
+import json
+import os
+import secrets
+import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import attrs
 
-from .errors import LostRanksError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import Work
-
 T = TypeVar("T")
 
-PIECE = 64 << 20
-"""Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
-
-# When one of its waits times out, gloo closes all connections of the group, even those to healthy
-# ranks; and it cannot be interrupted. So it waits in a thread, practically for ever.
-_FOR_EVER = timedelta(days=1000)
-_abandoned: list[tuple[Wire, int]] = []  # wires whose thread may still wait, and for which place
-
-_END = 2.0  # seconds to wait for a thread when the interpreter exits
-_SIZE = struct.Struct("<Q")
-_DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
+_STEP: Final = 4 << 20  # bytes that are handed to the system at a time
+_HELLO: Final = struct.Struct("<16sI")  # the receiver's token, and the sender's place
+_SIZE: Final = struct.Struct("<Q")  # before each message
+_PATIENCE: Final = 20.0  # seconds for a connection to be made, and to introduce itself
 
 
 class StuckError(TimeoutError):
@@ -45,7 +36,7 @@ class StuckError(TimeoutError):
 
 
 @attrs.define(eq=False)
-class _Call:
+class Call:
     """A function to call, and its outcome once it is done."""
 
     function: Callable[[], Any]
@@ -54,57 +45,56 @@ class _Call:
     error: BaseException | None = None
 
     def run(self) -> None:
+        """Call the function, and note the outcome."""
         try:
             self.value = self.function()
         except BaseException as error:
             self.error = error
 
+    def result(self) -> Any:
+        """Return or raise what the function did, once that is done."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
 
 class Worker:
     """A thread that makes calls which may block for ever, while the caller waits in Python.
 
-    There, Ctrl-C works and timeouts are kept. `busy` is true while a call is being made.
+    There, Ctrl-C works and timeouts are kept. `busy` is true until a call has returned.
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
 
     def call(
-        self,
-        function: Callable[[], T],
-        limit: float,
-        *,
-        meanwhile: Callable[[], None] | None = None,
-        alive: Callable[[], float] = lambda: 0.0,
+        self, function: Callable[[], T], limit: float, alive: Callable[[], float] = lambda: 0.0
     ) -> T:
         """Return or raise what ``function`` does, or raise StuckError after ``limit`` seconds.
 
-        ``meanwhile`` is called now and then while waiting, and may raise. ``alive`` returns the
-        monotonic time of the last sign of life: the limit counts from then on.
+        ``alive`` returns the monotonic time of the last sign of life: the limit counts from there.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
-            thread.start()  # first: if this is interrupted, the next call starts another
-            self._thread = thread
-        call = _Call(function)
-        self._calls.put(call)
-        start, pause = time.monotonic(), 0.1
+        call, start = self.begin(function), time.monotonic()
         while (left := max(start, alive()) + limit - time.monotonic()) > 0:
-            if call.done.wait(left if meanwhile is None else min(pause, left)):
-                if call.error is not None:
-                    raise call.error
-                result: T = call.value
+            if call.done.wait(left):
+                result: T = call.result()
                 return result
-            if meanwhile is not None:
-                meanwhile()
-            pause = min(2 * pause, 2.0)
         raise StuckError(f"no reply in {limit:g} s")
+
+    def begin(self, function: Callable[[], object]) -> Call:
+        """Have ``function`` called after the calls made so far, and return the call."""
+        if self._thread is None:
+            self._thread = _start(self._serve)
+        call = Call(function)
+        self.busy = True
+        self._calls.put(call)
+        return call
 
     def post(self, function: Callable[[], object]) -> None:
         """Have ``function`` called after the calls made so far, and ignore its outcome."""
-        self._calls.put(_Call(function))
+        self._calls.put(Call(function))
 
     def close(self) -> None:
         """Let the thread end after the calls it was given."""
@@ -126,156 +116,274 @@ class Worker:
 
 
 @attrs.frozen
-class Wire:
-    """Sends and receives bytes between ranks that have met, and that may still die."""
-
-    group: Any  # a gloo group, or its bare connections
-    tag: int  # distinguishes these messages from all others between the same ranks
-    timeout: float  # seconds that one message may take
-    meanwhile: Callable[[], None]  # called now and then while a message takes time; may raise
-    worker: Worker = attrs.field(factory=Worker)  # waits, so that the caller can be interrupted
-
-    def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
-        """Send each place its bytes, and return what went wrong, by place."""
-        messages = {
-            place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
-            for place, data in parts.items()
-        }
-        return self._move(self.group.send, messages)
-
-    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Trouble]]:
-        """Return what each place sent, and what went wrong, by place."""
-        import torch
-
-        sizes = {place: torch.zeros(_SIZE.size, dtype=torch.uint8) for place in places}
-        failed = self._move(self.group.recv, {place: [size] for place, size in sizes.items()})
-        found = {
-            place: torch.empty(_SIZE.unpack(_bytes(size))[0], dtype=torch.uint8)
-            for place, size in sizes.items()
-            if place not in failed
-        }
-        messages = {place: _pieces(data) for place, data in found.items()}
-        failed |= self._move(self.group.recv, messages)
-        return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
-
-    def post(
-        self,
-        place: int,
-        data: memoryview,
-        gone: Callable[[Mapping[int, Trouble]], Exception],
-        *,
-        sends: bool,
-    ) -> Transfer:
-        """Begin to send memory to one place, or to receive into it; any thread may do so.
-
-        The memory must not change until then. ``gone`` returns the error for a lost place.
-        """
-        import torch
-
-        whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
-        begin = self.group.send if sends else self.group.recv
-        try:
-            works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
-        except (RuntimeError, OSError) as error:  # the connection is known to be gone
-            raise gone({place: Trouble.of(error)}) from None
-        return Transfer(self, place, works, gone)
-
-    def _move(
-        self,
-        begin: Callable[[list[Tensor], int, int], Work],
-        messages: Mapping[int, Sequence[Tensor]],
-    ) -> dict[int, Trouble]:
-        """Send or receive messages; return, per place to which one failed, the reason."""
-        works: dict[int, Sequence[Work]] = {}
-        failed: dict[int, Trouble] = {}
-        for place, pieces in messages.items():
-            try:
-                works[place] = [begin([piece], place, self.tag) for piece in pieces]
-            except (RuntimeError, OSError) as error:  # the connection is known to be gone
-                failed[place] = Trouble.of(error)
-        found = {place: self.wait(place, begun, self.timeout) for place, begun in works.items()}
-        return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
-
-    def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
-        """Wait for the messages to or from one place, and return what went wrong."""
-        try:
-            self.worker.call(
-                lambda: [work.wait(_FOR_EVER) for work in works], limit, meanwhile=self.meanwhile
-            )
-        except LostRanksError:
-            raise
-        except (RuntimeError, OSError) as error:
-            return Trouble.of(error)
-        finally:
-            if self.worker.busy:
-                _abandoned.append((self, place))
-        return None
-
-    def release(self, place: int) -> None:
-        """End all waits, by one that times out: that closes all connections of the group."""
-        import torch
-
-        work = self.group.recv([torch.empty(1)], place, self.tag + 2 * _DATA)
-        work.wait(timedelta(milliseconds=1))
-
-
-@attrs.frozen
 class Trouble:
     """Why a message was not sent or received, as text."""
 
     text: str
     broken: bool  # the connection is gone; otherwise the other side took too long
 
-    @classmethod
-    def of(cls, error: Exception) -> Trouble:
-        """Describe an error of a wait."""
-        if isinstance(error, StuckError):
-            return cls(f"sent or took nothing: {error}", broken=False)
-        return cls(f"is lost: {(str(error).splitlines() or [''])[0][:200]}", broken=True)
 
-
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Transfer:
     """Memory that is being sent to, or filled by, another place; a `Pending`."""
 
     wire: Wire
     place: int
-    works: Sequence[Work]
-    gone: Callable[[Mapping[int, Trouble]], Exception]
+    memory: memoryview
+    gone: Callable[[Mapping[int, Trouble]], Exception]  # returns the error for a lost place
+    done: threading.Event = attrs.field(factory=threading.Event)
+    error: Exception | None = None
 
     def wait(self) -> None:
         """Return once the transfer is done."""
+        try:
+            trouble = self._outcome()
+            if trouble is not None:
+                raise self.gone({self.place: trouble})
+        except BaseException:
+            self.wire.close()  # the comm is lost, and nothing may use the memory any more
+            raise
+
+    def _outcome(self) -> Trouble | None:
         # Half as long as for a collective, where this rank would else be missed by all others.
-        trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
-        if trouble is not None:
-            raise self.gone({self.place: trouble})
+        limit, pause = self.wire.timeout / 2, 0.1
+        end = time.monotonic() + limit
+        while not self.done.wait(min(pause, max(end - time.monotonic(), 0))):
+            if time.monotonic() >= end:
+                return Trouble(f"sent or took nothing: no reply in {limit:g} s", broken=False)
+            self.wire.meanwhile()
+            pause = min(2 * pause, 2.0)
+        return None if self.error is None else Trouble(f"is lost: {self.error}", broken=True)
 
 
-@atexit.register
-def _release() -> None:
-    """End waits before the interpreter exits: a thread that returns from gloo later would crash."""
-    for wire, place in _abandoned:
-        if wire.worker.busy:
-            with contextlib.suppress(RuntimeError, OSError):
-                wire.release(place)
-            wire.worker.join(_END)
+class Wire:
+    """Sends and receives bytes between ranks that may die.
+
+    Args:
+        store: Where ranks find each other's addresses.
+        rank: This rank's place.
+        timeout: Seconds that a message may take, twice.
+        meanwhile: Called now and then while a message takes time; may raise.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, timeout: float, meanwhile: Callable[[], None]
+    ) -> None:
+        self.timeout, self.meanwhile = timeout, meanwhile
+        self._store, self._rank, self._token = store, rank, secrets.token_bytes(16)
+        self._lock, self._closed = threading.Lock(), False
+        self._listener: socket.socket | None = None
+        self._lines: dict[tuple[int, bool], SimpleQueue[Transfer | None]] = {}
+        self._came: defaultdict[int, SimpleQueue[socket.socket | None]] = defaultdict(SimpleQueue)
+        self._sockets: list[socket.socket] = []
+
+    def post(
+        self,
+        place: int,
+        memory: memoryview,
+        gone: Callable[[Mapping[int, Trouble]], Exception],
+        *,
+        sends: bool,
+    ) -> Transfer:
+        """Begin to send memory to one place, or to receive into it; any thread may do so.
+
+        The memory must not change until the transfer is done.
+        """
+        transfer = Transfer(self, place, memory.cast("B") if memory.nbytes else memory, gone)
+        with self._lock:
+            line = self._lines.get((place, sends))
+            if line is None and not self._closed:
+                line = self._lines[place, sends] = SimpleQueue()
+                connect = partial(self._connect if sends else self._accepted, place)
+                _start(partial(_serve, line, connect, _send if sends else _receive))
+                if not sends and self._listener is None:
+                    self._listener = _listen()
+                    _start(partial(self._accept, self._listener))
+        if line is None:
+            transfer.error = ConnectionError("this comm was lost before")
+            transfer.done.set()
+        else:
+            line.put(transfer)
+        return transfer
+
+    def close(self) -> None:
+        """End all threads and connections."""
+        with self._lock:
+            self._closed = True
+            for line in self._lines.values():
+                line.put(None)
+            for place, _ in self._lines:
+                self._came[place].put(None)
+            for one in (*self._sockets, *([self._listener] if self._listener else [])):
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+                one.close()
+
+    def _keep(self, one: socket.socket) -> socket.socket:
+        """Have a connection closed with all others."""
+        one.settimeout(None)
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._lock:
+            if self._closed:
+                one.close()
+            self._sockets.append(one)
+        return one
+
+    def _connect(self, place: int) -> socket.socket:
+        """Connect to a rank, once it has left its address."""
+        key, end, pause = f"address/{place}", time.monotonic() + self.timeout, 1e-3
+        while not self._store.check([key]):
+            if self._closed or time.monotonic() > end:
+                raise ConnectionError("it left no address")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)
+        address = json.loads(self._store.get(key))
+        is_here = address["network"] == _network()
+        for host in ["localhost"] if is_here else address["hosts"]:
+            with contextlib.suppress(OSError):
+                made = socket.create_connection((host, address["port"]), _PATIENCE)
+                made.sendall(_HELLO.pack(bytes.fromhex(address["token"]), self._rank))
+                return self._keep(made)
+        raise ConnectionError(f"no connection to {', '.join(address['hosts'])}")
+
+    def _accepted(self, place: int) -> socket.socket:
+        """Return the connection that a rank has made."""
+        with self._lock:
+            came = self._came[place]
+        one = came.get()
+        if one is None:
+            raise ConnectionError("this comm was lost before")
+        return one
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Leave this rank's address, and take the connections that come, until it is closed."""
+        address = {
+            "hosts": _own_hosts(self._store),
+            "network": _network(),
+            "port": listener.getsockname()[1],
+            "token": self._token.hex(),
+        }
+        with contextlib.suppress(OSError, RuntimeError):
+            self._store.set(f"address/{self._rank}", json.dumps(address))
+            while True:
+                one, _ = listener.accept()
+                _start(partial(self._greet, one))
+
+    def _greet(self, one: socket.socket) -> None:
+        hello = bytearray(_HELLO.size)
+        with contextlib.suppress(OSError):
+            one.settimeout(_PATIENCE)
+            _receive_into(one, memoryview(hello))
+            token, place = _HELLO.unpack(hello)
+            if secrets.compare_digest(token, self._token):
+                self._keep(one)
+                with self._lock:
+                    self._came[place].put(one)
+                return
+        one.close()
 
 
-def _pieces(data: Tensor) -> list[Tensor]:
-    return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+def _serve(
+    line: SimpleQueue[Transfer | None],
+    connect: Callable[[], socket.socket],
+    move: Callable[[socket.socket, memoryview], None],
+) -> None:
+    """Carry out transfers with one peer in one direction; after an error, all later ones fail."""
+    connection: socket.socket | None = None
+    failed: Exception | None = None
+    while (transfer := line.get()) is not None:
+        try:
+            if failed is None:
+                connection = connection or connect()
+                move(connection, transfer.memory)
+        except Exception as error:
+            failed = error
+        transfer.error = failed
+        transfer.done.set()
+        del transfer
 
 
-def _view(data: bytes) -> Tensor:
-    """Return a tensor that shares the memory of ``data``, for reading; torch would warn or copy."""
-    import torch
-
-    if not data:
-        return torch.empty(0, dtype=torch.uint8)
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    memory = (ctypes.c_uint8 * len(data)).from_address(address or 0)
-    memory.owner = data  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
+def _send(connection: socket.socket, memory: memoryview) -> None:
+    connection.sendall(_SIZE.pack(memory.nbytes))
+    for part in _parts(memory):
+        connection.sendall(part)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.numpy().tobytes()
+def _receive(connection: socket.socket, memory: memoryview) -> None:
+    size = bytearray(_SIZE.size)
+    _receive_into(connection, memoryview(size))
+    (nbytes,) = _SIZE.unpack(size)
+    if nbytes != memory.nbytes:
+        raise ConnectionError(f"it sent {nbytes} bytes where {memory.nbytes} were expected")
+    for part in _parts(memory):
+        _receive_into(connection, part)
+
+
+def _parts(memory: memoryview) -> Iterator[memoryview]:
+    return (memory[start : start + _STEP] for start in range(0, memory.nbytes, _STEP))
+
+
+def _receive_into(connection: socket.socket, memory: memoryview) -> None:
+    while memory.nbytes:
+        came = connection.recv_into(memory)
+        if not came:
+            raise ConnectionError("connection closed by peer")
+        memory = memory[came:]
+
+
+def _start(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, name="shardplan-comm", daemon=True)
+    thread.start()
+    return thread
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        options: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+        return socket.create_server(("", 0), backlog=4096, **options)
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _network() -> str:
+    """Return a text that is equal for processes which reach each other as localhost."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _own_hosts(store: Any) -> list[str]:
+    """Return the addresses at which other machines may reach this one, the likeliest first.
+
+    That is the one from which this machine reaches the store.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    hosts = [_address_of(named)] if named else []
+    for host in (getattr(store, "host", ""), "192.0.2.1", "2001:db8::1"):
+        hosts += _way_to(host) if host else []
+    found = list(dict.fromkeys(host for host in hosts if host))
+    return [h for h in found if not h.startswith("127.") and h != "::1"] or [socket.gethostname()]
+
+
+def _way_to(host: str) -> list[str]:
+    """Return the address from which this machine would reach another; nothing is sent."""
+    found = []
+    with contextlib.suppress(OSError):
+        for family, kind, *_, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)
+                found.append(str(probe.getsockname()[0]))
+    return found
+
+
+def _address_of(interface: str) -> str:
+    """Return the address of a network interface, as gloo's environment variable names it."""
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, name)[20:24])  # SIOCGIFADDR
+    return ""

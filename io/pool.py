@@ -1,9 +1,8 @@
 """Threads that share a budget of memory, and a counter of their progress.
 
-A call of `Pool.map` is a job. It puts tickets in the pool's line, as many as threads may work on
-it. A thread takes a ticket, does the work of the job's next item, and puts the ticket back at the
-end of the line, so jobs take turns. The caller only waits: an interrupt cannot leave the pool in a
-bad state.
+The standard library's executor would not do: interrupted while it starts a thread, it leaves one
+that the interpreter waits for at exit; and a signal handler that submits work may wait for a lock
+that its own thread holds.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ class StoppedError(RuntimeError):
 
 
 def check_stopped() -> None:
-    """Raise if the `Pool.map` that this thread works for has failed or was interrupted.
-
-    Long work calls it between its steps. Outside of `Pool.map` it does nothing.
-    """
+    """Raise if the `Pool.map` that this thread works for has failed; long work calls it."""
     if any(job.failures for job in _thread.jobs):
         raise StoppedError("stopped, because the operation that this is a part of has failed")
 
@@ -63,19 +59,18 @@ class Pool:
             raise ValueError(
                 f"a pool needs a thread and a byte, not {self.max_workers} and {max_bytes}"
             )
-        self.max_bytes = max_bytes
-        self._closed = False
+        self.max_bytes, self._closed = max_bytes, False
         self._reset()
         _pools.add(self)
 
     def _reset(self) -> None:
-        """Begin without threads, jobs and reservations, at first and in a forked process."""
+        """Begin without threads and reservations, at first and in a forked process."""
         self.peak_bytes = 0
         self._held: dict[object, int] = {}  # bytes in flight by reservation
         # A signal handler may use the pool whose lock its own thread holds: so they are re-entrant.
         self._turn, self._room = threading.RLock(), threading.Condition(threading.RLock())
         self._threads: list[threading.Thread] = []
-        self._line: _Line = SimpleQueue()
+        self._line: _Line = SimpleQueue()  # jobs, each as often as threads may work on it
         self._end = finalize(self, self._line.put, None)
         self._end.atexit = False  # threads that outlive the main one may still need the pool
 
@@ -101,12 +96,12 @@ class Pool:
         if self._closed:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
         job = _Job(self, work, list(items), 0 if self.inside else nbytes)
-        tickets = min(self.max_workers, len(job.results))
-        if here or self.inside or not self._start_threads(tickets):
+        turns = min(self.max_workers, len(job.results))
+        if here or self.inside or not self._start_threads(turns):
             while job.step():
                 pass
         else:
-            job.hand_out(self._line, tickets)
+            job.share(self._line, turns)
         if job.failures:
             raise job.failures[0]
         return job.results
@@ -167,25 +162,20 @@ class _Job:
     """One call of `Pool.map`: its items, results and errors."""
 
     def __init__(
-        self,
-        pool: Pool,
-        work: Callable[[Any], Any],
-        items: list[Any],
-        nbytes: int | Callable[[Any], int],
+        self, pool: Pool, work: Callable[[Any], Any], items: list[Any], nbytes: Any
     ) -> None:
         self.pool, self._work, self._nbytes = pool, work, nbytes
         self._todo = deque(enumerate(items))
         self._outer = _thread.jobs  # what the caller works for
         self.results: list[Any] = [None] * len(items)
         self.failures: list[BaseException] = []
-        self._lock = threading.Lock()
         self._active = 0  # threads that work on an item
-        self._done = threading.Event()
+        self._changed = threading.Condition(threading.RLock())
 
-    def hand_out(self, line: _Line, tickets: int) -> None:
+    def share(self, line: _Line, turns: int) -> None:
         """Let the pool's threads do the work, and return when none of them works on it."""
         try:
-            for _ in range(tickets):
+            for _ in range(turns):
                 line.put(self)
             self._wait()
         except BaseException as error:  # an interrupt: the threads still use the caller's memory
@@ -194,14 +184,13 @@ class _Job:
             raise
 
     def step(self) -> bool:
-        """Do the work of the next item; return whether there may be another one."""
-        with self._lock:
-            if self.failures or not self._todo:
+        """Do the work of the next item; return whether there was one."""
+        with self._changed:
+            if self._is_over():
                 return False
             number, item = self._todo.popleft()
             self._active += 1
-        before = _thread.jobs
-        _thread.jobs = (*self._outer, self)
+        before, _thread.jobs = _thread.jobs, (*self._outer, self)
         try:
             nbytes = self._nbytes(item) if callable(self._nbytes) else self._nbytes
             with self.pool.reserved(nbytes) if nbytes else nullcontext():
@@ -211,24 +200,23 @@ class _Job:
             self.failures.append(error)
         finally:
             _thread.jobs = before
-            with self._lock:
+            with self._changed:
                 self._active -= 1
-        self._check_done()
-        return bool(self._todo)
+                if not self._active and self._is_over():
+                    self._changed.notify_all()
+        return True
 
-    def _check_done(self) -> None:
-        with self._lock:
-            if not self._active and (self.failures or not self._todo):
-                self._done.set()
+    def _is_over(self) -> bool:
+        return bool(self.failures) or not self._todo
 
     def _wait(self) -> None:
-        self._check_done()
-        while not self._done.wait(_TICK):
-            pass
+        with self._changed:
+            while self._active or not self._is_over():
+                self._changed.wait(_TICK)
 
 
 def _serve(line: _Line) -> None:
-    """Do the work of a thread, until the pool is closed and its line is empty."""
+    """Do the work of a thread, an item of each job in turn, until the pool is closed and idle."""
     while True:
         job = line.get()
         if job is None:

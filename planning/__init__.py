@@ -55,8 +55,8 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .metadata import Entries, Layout, metadata_of
     from .nodes import is_node, register_node, saved_nodes
     from .passes import (
-        Pass, Passes, annotate, cast, chain, concat, dedup_replicas, dequantize, drop, inverse,
-        named_chain, on_ranks, pad, partition, permute, read_on, rename, reshape, select,
+        Pass, Passes, annotate, balance, cast, chain, concat, dedup_replicas, dequantize, drop,
+        inverse, named_chain, on_ranks, pad, partition, permute, read_on, rename, reshape, select,
         share_reads, split, split_chunks, split_reads, split_replicas, stack, trim, unstack,
         where, world_pass,
     )  # fmt: skip
@@ -114,7 +114,7 @@ __getattr__, __dir__ = door(
         "metadata": "Entries Layout metadata_of",
         "nodes": "is_node register_node saved_nodes",
         "passes": (
-            "Pass Passes annotate cast chain concat dedup_replicas dequantize drop inverse "
+            "Pass Passes annotate balance cast chain concat dedup_replicas dequantize drop inverse "
             "named_chain on_ranks pad partition permute read_on rename reshape select share_reads "
             "split split_chunks split_reads split_replicas stack trim unstack where world_pass"
         ),
@@ -157,7 +157,7 @@ __all__ = [
     "StorageMeta", "StridedShard", "TensorMetadata", "TensorProperties", "TensorSpec",
     "TensorWriteData", "Tiling", "Transfer", "Why", "WorldPlans", "WriteItem", "WriteItemType",
     "Writers", "adam", "annotate", "assert_all_saved", "assert_read_once", "assert_written_once",
-    "byte_ranges", "cast", "chain", "check", "coalesce", "concat", "decode_metadata",
+    "balance", "byte_ranges", "cast", "chain", "check", "coalesce", "concat", "decode_metadata",
     "decode_plan", "decode_plans", "dedup_replicas", "deepseek", "deepseek_v3", "dequantize",
     "derive_plans", "draw_bytes", "draw_reshard",
     "draw_tiling", "draw_traffic", "drop", "dtype_name", "encode_metadata", "encode_plan",

@@ -6,7 +6,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, cast
+from typing import Final, Literal
 
 import attrs
 
@@ -40,8 +40,9 @@ class SaveOffer:
 
     Attributes:
         save_id: A name for the save.
-        cached, derived: The tags of the complete plans that it has in its cache, and can derive;
-            empty if there is none.
+        cached: The tag of the complete plan that it has in its cache; empty if there is none.
+        described: The tag of the description of what it holds; empty if there is none.
+        templated: Likewise, with templates for names that carry the rank's number.
         target: The destination, as text.
         passes: The passes over the plans of all ranks, as text.
         held: The `table_tag` of the values that must be equal on all ranks that hold them.
@@ -49,7 +50,8 @@ class SaveOffer:
 
     save_id: str
     cached: str
-    derived: str
+    described: str
+    templated: str
     target: str
     passes: str
     held: str
@@ -64,12 +66,17 @@ class SaveVerdict:
         how: How ranks get their plan.
         conflict: Arguments that differ between ranks and must not; empty if there are none.
         speakers: If ranks hold different values: one rank per distinct table, by position.
+        parts: If plans are derived: which description each rank has, numbered from 0 in order of
+            first use; empty if all have the same.
+        by_template: Whether these are the descriptions with templates.
     """
 
     save_id: str
     how: How
     conflict: str
     speakers: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+    by_template: bool = False
 
 
 def compare_saves(
@@ -77,12 +84,26 @@ def compare_saves(
 ) -> SaveVerdict:
     """Compare the offers of all ranks; a plan that all of them have need not travel.
 
-    >>> a = SaveOffer("x", "", "plan 1", "folder", "", "values 1")
-    >>> compare_saves([a, attrs.evolve(a, held="values 2")], (0, 1), 0)
-    SaveVerdict(save_id='x', how='derived', conflict='', speakers=(0, 1))
+    A plan is derived if descriptions are few: with more than half as many as there are ranks,
+    exchanging them costs as much as gathering plans.
+
+    >>> a = SaveOffer("x", "", "plan 1", "plan 1", "folder", "", "values 1")
+    >>> verdict = compare_saves([a, attrs.evolve(a, held="values 2")], (0, 1), 0)
+    >>> verdict.how, verdict.speakers
+    ('derived', (0, 1))
     """
-    tags = {"cached": {o.cached for o in offers}, "derived": {o.derived for o in offers}}
-    ways = [how for how, found in tags.items() if len(found) == 1 and "" not in found]
+    plain, templated = [o.described for o in offers], [o.templated for o in offers]
+    by_template = len({*templated}) < len({*plain})
+    tags = templated if by_template else plain
+    number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
+    few = len(number) == 1 or 2 * len(number) <= len(offers)
+    ways: dict[How, bool] = {
+        "cached": all(offer.cached == offers[0].cached != "" for offer in offers),
+        "derived": few and "" not in number,
+        "gathered": True,
+    }
+    how = next(how for how, is_possible in ways.items() if is_possible)
+    parts = tuple(number[tag] for tag in tags) if how == "derived" and len(number) > 1 else ()
     first: dict[str, int] = {}
     for place, offer in enumerate(offers):
         first.setdefault(offer.held, place)
@@ -94,9 +115,11 @@ def compare_saves(
     differing = [f"ranks {what} ({who}); give all the same" for what, who in apart.items() if who]
     return SaveVerdict(
         offers[coordinator].save_id,
-        cast(How, [*ways, "gathered"][0]),
+        how,
         "".join(differing[:1]),
         tuple(first.values()) if len(first) > 1 else (),
+        parts,
+        by_template,
     )
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from .columns.world import World
     from .plans import SavePlan
 
-__all__ = ["PER_TENSOR", "check", "find_issues"]
 
 # The most faults of one kind to report per tensor: a broken sharding repeats itself.
 PER_TENSOR: Final = 64

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from .errors import nearest_hint, nearest_names
@@ -87,6 +88,13 @@ def dtype_name(dtype: Dtype) -> str:
         ValueError: No checkpoint can hold that dtype.
         TypeError: It is not a dtype at all.
     """
+    try:
+        return _known_name(dtype)
+    except TypeError:  # not hashable, or not a dtype
+        return _find_name(dtype)
+
+
+def _find_name(dtype: Any) -> str:
     if isinstance(dtype, (tuple, list, Mapping)) or dtype is None:
         kind = type(dtype).__name__
         raise TypeError(f"a dtype is a name (\"bfloat16\"), or torch's or numpy's; not a {kind}")
@@ -100,13 +108,19 @@ def dtype_name(dtype: Dtype) -> str:
     return name
 
 
+_known_name: Final = lru_cache(maxsize=None)(_find_name)  # there are few dtypes
+
+
 def itemsize(dtype: Dtype) -> int:
     """Return the bytes that one element takes.
 
     >>> itemsize("bfloat16")
     2
     """
-    return ITEMSIZE[dtype_name(dtype)]
+    try:
+        return ITEMSIZE[dtype]
+    except (KeyError, TypeError):
+        return ITEMSIZE[dtype_name(dtype)]
 
 
 def family(dtype: Dtype) -> str:

@@ -8,19 +8,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
-import attrs
 import numpy as np
 
 from .check import layout_issues
-from .columns.arrays import Ints, column, distinct, group_rows, readonly
-from .columns.cuts import cut_items
-from .columns.frames import Coded, TargetFrame
+from .columns.arrays import Ints, distinct, group_rows, pad, readonly
 from .columns.items import Head, WriteItems
+from .columns.pieces import GridReads, read_pieces
 from .columns.reads import ReadItems
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.axes import cut
-from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
-from .geometry.tilings import Chunk, pad, tile, tile_chunks
+from .geometry.overlap import GridOverlap, Overlap, gaps, meet_grids, overlap_many, self_overlaps
+from .geometry.tilings import Chunk, Grid, Tiling, tile, tile_chunks
 from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
 from .passes.base import Passes, Stages, as_steps, chain, may_see_rank, positioned
@@ -36,14 +34,11 @@ from .records import (
 from .sources import dropped_names, in_source_frame, source_issues, with_replicas
 from .tree import empty_names
 
-__all__ = [
-    "Strict", "global_load_plan", "load_plan", "loads_into", "resolve_overlaps", "strict_patterns",
-]  # fmt: skip
-
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
 _BYTES: Final = LoadItemType.BYTE_IO.value
 _ACCEPT: Final = "strict=False accepts gaps"
+_MANY: Final = 1 << 16  # reads from which on a plan holds them by rule
 
 
 def load_plan(
@@ -104,7 +99,9 @@ def load_plan(
     layout = entries.layout[entry[wanted]]
     width = max(items.offsets.shape[1], max((len(x.size) for x in entries.layouts), default=0))
     boxes = [readonly(pad(c[wanted], width, v)) for c, v in ((items.offsets, 0), (items.sizes, 1))]
-    pieces = overlap_many([x.tiling for x in entries.layouts], layout, *boxes)
+    tilings = [x.tiling for x in entries.layouts]
+    found = _by_rule(tilings, layout, boxes) if items.frame is None else None
+    pieces = found or overlap_many(tilings, layout, *boxes)
     unlike = list(dict.fromkeys(moved.values()))
     refused = {issue.fqn for issue in unlike}
     notes = [note for note in match.notes if note.fqn not in refused]
@@ -122,7 +119,10 @@ def load_plan(
         dropped=dropped_names((plan,)),
     )
     values = np.flatnonzero((entry >= 0) & is_bytes)
-    reads = _read_items(items, wanted, pieces, values)
+    if isinstance(pieces, GridOverlap):
+        reads: ReadItems = GridReads(items, wanted, pieces, values)
+    else:
+        reads = read_pieces(items, wanted, pieces, values)
     return LoadPlan(reads, report=report, rank=plan.rank, world_size=plan.world_size)
 
 
@@ -374,16 +374,26 @@ def _damage(entries: Entries, entry: Ints) -> list[Issue]:
     return issues
 
 
+def _by_rule(tilings: Sequence[Tiling], which: Ints, boxes: Sequence[Ints]) -> GridOverlap | None:
+    """Return the overlap of boxes with grids by rule, if there is one and it has many pieces."""
+    grids = [isinstance(tilings[n], Grid) for n in distinct(which).tolist()]
+    met = meet_grids(tilings, which, *boxes) if grids and all(grids) else None
+    return met if met is not None and met.count.sum() > _MANY else None
+
+
 def _uncovered(
     items: WriteItems,
     wanted: Ints,
-    pieces: Overlap,
+    pieces: Overlap | GridOverlap,
     boxes: Sequence[Ints],
     shared: Mapping[int, tuple[int, ...]],
 ) -> list[Issue]:
     """Report every wanted chunk that the saved ones do not fill."""
-    got = np.zeros(len(wanted), np.int64)
-    np.add.at(got, pieces.box, pieces.sizes.prod(axis=1))
+    if isinstance(pieces, GridOverlap):
+        got = pieces.covered
+    else:
+        got = np.zeros(len(wanted), np.int64)
+        np.add.at(got, pieces.box, pieces.sizes.prod(axis=1))
     issues = []
     for short in np.flatnonzero(got < boxes[1].prod(axis=1)).tolist():
         row = int(items.row[wanted[short]])
@@ -393,8 +403,7 @@ def _uncovered(
         if row in shared:  # past what both shapes have, nothing is expected
             ends = [min(o + s, n) for o, s, n in zip(offsets, sizes, shared[row], strict=True)]
             sizes = [max(e - o, 0) for o, e in zip(offsets, ends, strict=True)]
-        mine = slice(*np.searchsorted(pieces.box, (short, short + 1)).tolist())
-        filled = tile(pieces.offsets[mine, :axes], pieces.sizes[mine, :axes])
+        filled = _filled_of(pieces, short, axes)
         for gap in gaps(filled, Chunk(offsets, sizes)):
             where = region_text(gap.offsets, gap.sizes, size)
             text = f"saved chunks of `{name}` leave {where} uncovered"
@@ -403,89 +412,14 @@ def _uncovered(
     return issues
 
 
-def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
-    """Make the reads of each piece, and of non-tensor values."""
-    filled = _fill_boxes(items, wanted, pieces)
-    pieces, catalog, frame = filled.pieces, items.catalog, filled.frame
-    width = max(pieces.offsets.shape[1], filled.offsets.shape[1], 1)
-    item = np.concatenate([wanted[pieces.box], values])
-    order = np.argsort(item, kind="stable")
-    row = items.row[item]
-    ndim = catalog.ndim[row]
-    is_bytes = np.arange(len(item)) >= len(pieces.box)
-    position = np.arange(len(items)) - np.searchsorted(items.row, items.row)  # among one tensor's
-    known = items.frame is None and (np.diff(items.row) >= 0).all()
-    hint = position if known else np.full(len(items), -1)
-
-    def column_of(tensors: Ints, fill: int) -> Ints:
-        rows = np.concatenate([tensors, np.zeros((len(values), tensors.shape[1]), np.int64)])
-        return readonly(pad(rows, width, fill)[order])
-
-    def lengths_of(sizes: Ints) -> Ints:
-        lengths = column_of(sizes, 1).copy()
-        lengths[is_bytes[order]] = [0] + [1] * (width - 1)  # a value is one axis of unknown length
-        return readonly(lengths)
-
-    def number_of(tensors: Ints, value: int) -> Ints:
-        return column(np.concatenate([tensors, np.full(len(values), value)])[order])
-
-    if frame is not None:
-        axes = Coded(number_of(frame.axes.number, -1), frame.axes.values)
-        frame = TargetFrame(number_of(frame.ndim, 1), lengths_of(frame.lengths), axes)
-    if catalog.sources is catalog.names:
-        names, dest = catalog.names, row
-    else:  # several tensors of the checkpoint may fill one of the state dict
-        names = tuple(dict.fromkeys(catalog.sources + catalog.names))
-        number = {name: n for n, name in enumerate(names)}
-        dest = column([number[name] for name in catalog.sources])[row]
-        row = column([number[name] for name in catalog.names])[row]
-    return ReadItems(
-        names=names,
-        type=column(np.where(is_bytes, _BYTES, _TENSOR)[order]),
-        ndim=column(np.where(is_bytes, 1, ndim)[order]),
-        dest=column(dest[order]),
-        dest_anchor=column_of(filled.shard, 0),
-        dest_hint=column(np.where(is_bytes, -1, hint[item])[order]),
-        dest_offsets=column_of(filled.offsets - filled.shard, 0),
-        storage=column(row[order]),
-        storage_anchor=column_of(pieces.anchors, 0),
-        storage_hint=number_of(pieces.chunk, -1),
-        storage_offsets=column_of(pieces.offsets - pieces.anchors, 0),
-        lengths=lengths_of(pieces.sizes),
-        frame=frame,
-    )
-
-
-@attrs.frozen(eq=False)
-class _Filled:
-    """Pieces of saved chunks, and the boxes of the state dict that they fill."""
-
-    pieces: Overlap
-    shard: Ints  # the start of the shard, in the global frame of the state dict's tensor
-    offsets: Ints  # the start of the box, likewise
-    frame: TargetFrame | None  # None if every box is as large as its piece
-
-
-def _fill_boxes(items: WriteItems, wanted: Ints, pieces: Overlap) -> _Filled:
-    """Return where pieces of saved chunks go; those that become several boxes are cut."""
-    item, width = wanted[pieces.box], pieces.offsets.shape[1]
-    if items.frame is None:
-        shard = pad(items.shard_offsets[item], width, 0)
-        return _Filled(pieces, shard, pieces.offsets, None)
-    axes = items.offsets.shape[1]
-    shift = pieces.offsets[:, :axes] - items.offsets[item]
-    parts, of = cut_items(items, item, shift, pieces.sizes[:, :axes])
-    pieces = Overlap(
-        pieces.box[of],
-        pieces.chunk[of],
-        pad(parts.offsets, width, 0),
-        pad(parts.sizes, width, 1),
-        pieces.anchors[of],
-    )
-    own, ndim = parts.source_frame, parts.catalog.ndim[parts.row]
-    alike = not own.axes.known.any() and np.array_equal(own.ndim, ndim)
-    frame = None if alike else TargetFrame(own.ndim, own.sizes, own.axes)
-    return _Filled(pieces, parts.shard_offsets, own.offsets, frame)
+def _filled_of(pieces: Overlap | GridOverlap, box: int, axes: int) -> Tiling:
+    """Return the pieces of one box."""
+    if isinstance(pieces, GridOverlap):
+        low = int(pieces.count[:box].sum())
+        some, mine = pieces.pieces(low + np.arange(int(pieces.count[box]))), slice(None)
+    else:
+        some, mine = pieces, slice(*np.searchsorted(pieces.box, (box, box + 1)).tolist())
+    return tile(some.offsets[mine, :axes], some.sizes[mine, :axes])
 
 
 def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> SavePlan:

@@ -164,10 +164,7 @@ def llama_hf_to_megatron(
     return chain(
         *(
             reshape(
-                name,
-                (kv_heads, width, hidden),
-                of=(kv_heads * width, hidden),
-                required=required,
+                name, (kv_heads, width, hidden), of=(kv_heads * width, hidden), required=required
             )
             for name, width in parts.items()
         ),

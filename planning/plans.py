@@ -123,7 +123,7 @@ class LoadPlan(Printed):
     def _sheet(self) -> Sheet:
         rows = [_read_row(item) for item in self.items[:_SHOWN]]
         keys = self.report
-        elements = int(self.items.numel.sum())
+        elements = self.items.volume()
         title = (
             f"LoadPlan: {counted(len(self.items), 'read')}, {counted(elements, 'element')}; "
             f"{len(keys.missing):,} missing, {len(keys.unexpected):,} unexpected, "

@@ -18,7 +18,7 @@ from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
 from .nodes import NodeData
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
-from .passes.chunks import dedup_replicas
+from .passes.chunks import balance
 from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
@@ -36,19 +36,13 @@ from .tree import (
     nodes_of,
 )
 
-__all__ = ["DEFAULT_PASSES", "WholePlan", "global_plan", "local_plan", "plan_whole"]
-
 _NESTING: Final = ("paths", "empty", "nodes")  # keys of planner_data about nesting
 _META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
-DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
+DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (balance(),)
 
 
 def local_plan(
-    sd: Mapping[Any, Any],
-    *,
-    mesh: Mesh | None = None,
-    rank: int = 0,
-    whole: Collection[str] = (),
+    sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0, whole: Collection[str] = ()
 ) -> SavePlan:
     """Return which chunks of which tensors this rank holds.
 
@@ -140,7 +134,7 @@ def global_plan(
     # Passes that only choose who writes lose nothing, once the checkpoint is known to be whole.
     issues = source_issues(world)
     world = World.of(chain(*rest)(world))
-    nesting = _merge_nesting(world)
+    nesting = merge_nesting(world)
     if nesting.filled:
         world = _give_way(world, nesting.filled)
     issues += [*nesting.issues, *world_issues(world)]
@@ -237,7 +231,7 @@ class _Nesting:
     filled: frozenset[str]  # dicts that are empty on some ranks and have contents on others
 
 
-def _merge_nesting(world: World) -> _Nesting:
+def merge_nesting(world: World) -> _Nesting:
     """Merge the paths of all ranks' nested keys, and collect their other data."""
     paths: dict[str, Any] = {}
     holders: dict[str, int] = {}  # a rank that has each

@@ -24,16 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .check import PER_TENSOR
-from .columns.arrays import Ints, column, distinct, group_rows, readonly
+from .columns.arrays import Ints, column, distinct, group_rows, pad, readonly
 from .columns.items import Catalog, Head, WriteItems, merge_catalogs
 from .errors import Issue, region_text, span
 from .geometry.axes import cut_source
 from .geometry.overlap import gaps, self_overlaps
-from .geometry.tilings import Chunk, Tiling, meet, pad, tile
+from .geometry.tilings import Chunk, Tiling, meet, tile
 from .plans import SavePlan
 from .records import MetadataIndex, WriteItem
-
-__all__ = ["dropped_names", "in_source_frame", "source_issues", "with_replicas"]
 
 Source = tuple[str, tuple[int, ...] | None]  # the name and the shape; None for other values
 

@@ -19,6 +19,7 @@ from .dtypes import dtype_name
 from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .geometry.tilings import Chunk, as_ints, shape_fault
 from .mesh.placements import (
+    Cut,
     Mesh,
     Placement,
     Replicate,
@@ -33,7 +34,7 @@ from .mesh.placements import (
     shard_runs,
 )
 from .records import MetadataIndex, TensorProperties
-from .tree import flatten, is_tensor
+from .tree import flatten, is_plain_type, is_tensor
 
 __all__ = [
     "Held", "Memo", "dtensor_chunks", "find_object", "find_shard", "held", "held_alike",
@@ -83,6 +84,9 @@ _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 def kind_of(value: Any) -> Hashable | None:
     """Return a key that determines a tensor's chunks; None if it must be examined itself."""
     try:
+        if is_plain_type(type(value)):
+            grad, layout = getattr(value, "requires_grad", False), getattr(value, "layout", None)
+            return type(value), value.shape, value.dtype, layout, grad
         spec, part = spec_of(value), value
         if spec is not None:
             part = value._local_tensor
@@ -127,6 +131,7 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
     if isinstance(value, TensorSpec):
         if not value.placements:
             return None
+        mesh = value.mesh or mesh
         if mesh is None:
             raise RefusedError(f"`{name}` is a TensorSpec with placements; pass mesh= and rank=")
         try:
@@ -146,6 +151,7 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
 def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
     """Return True if only other ranks hold a tensor."""
     if isinstance(value, TensorSpec):
+        mesh = value.mesh or mesh
         return mesh is not None and not holds(mesh.coordinate(rank), value.placements)
     device_mesh = getattr(value, "device_mesh", None)
     return device_mesh is not None and device_mesh.get_coordinate() is None
@@ -238,10 +244,8 @@ def _placed(
     overlaps and gaps.
     """
     cuts = local_cuts(shape, mesh_shape, coordinate, placements)
-    runs, nested = tuple(map(shard_runs, shape, cuts)), nested_cuts(cuts)
-    if nested is not None and local is not None:
-        fsdp = tuple(map(shard_runs, shape, nested))
-        runs = fsdp if _fits(local, fsdp) else runs
+    nested = is_nested(shape, cuts, local)
+    runs = tuple(map(shard_runs, shape, (nested_cuts(cuts) or cuts) if nested else cuts))
     if local is not None and not _fits(local, runs):
         expected = tuple(sum(n for _, n in axis) for axis in runs)
         raise RefusedError(
@@ -257,6 +261,16 @@ def _placed(
         (Chunk(offsets, sizes), Chunk(place, sizes))
         for (offsets, sizes), place in zip(boxes, places, strict=True)
     )
+
+
+def is_nested(
+    shape: tuple[int, ...], cuts: tuple[tuple[Cut, ...], ...], local: tuple[int, ...] | None
+) -> bool:
+    """Return True if a local tensor is as large as FSDP2 would have made it; see `nested_cuts`."""
+    nested = nested_cuts(cuts)
+    if nested is None or local is None:
+        return False
+    return _fits(local, tuple(map(shard_runs, shape, nested)))
 
 
 def _fits(local: tuple[int, ...], runs: Sequence[Sequence[Run]]) -> bool:

@@ -260,10 +260,22 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
     ]
 
 
+_PLAIN_TYPES: Final = {
+    ("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("numpy", "ndarray")
+}  # fmt: skip
+
+
+def is_plain_type(kind: type) -> bool:
+    """Return True for a class of tensors that are whole, and lie in memory, by its name."""
+    return (kind.__module__, kind.__qualname__) in _PLAIN_TYPES
+
+
 def is_tensor(value: object) -> bool:
     """Return True if a value is saved as a tensor."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
+    if is_plain_type(type(value)):
+        return True
     if isinstance(value, (np.generic, type)):
         return False
     try:
@@ -309,7 +321,7 @@ def _opens(entry: Any, holder: str, depth: int) -> bool:
 
 
 def _name(path: Path) -> str:
-    return ".".join([str(key) for _, key in path])
+    return str(path[0][1]) if len(path) == 1 else ".".join([str(key) for _, key in path])
 
 
 def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tuple[Path, Any]]:

@@ -1,22 +1,14 @@
 """Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
-- *Cached*: every rank has the layout of an earlier plan. Only a fingerprint is exchanged.
-- *Derived*: meshes and placements determine what every rank holds. Each rank makes the complete
-  plan by itself, and only its fingerprint is exchanged.
-- *Gathered*: the coordinator collects every rank's plan and sends each rank its part of the result.
-
-The steps of `agree`:
-
-1. Every rank makes an offer: fingerprints of its cached or derived plan, and of its values.
-2. The coordinator compares the offers and decides how to proceed (`compare_saves`).
-3. If passes need the plans of all ranks, the coordinator runs them, and ranks offer once more.
-4. Every rank takes the plan that it has, or the coordinator plans for all.
-5. If ranks hold different values under one name, all of them raise.
+Every rank offers fingerprints of its plan and its values; the coordinator compares them
+(`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one
+follows from meshes and placements on every rank: each distinct description of what ranks hold, as
+of the stages of a pipeline, is sent once. Else the coordinator *gathers* all plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
@@ -24,7 +16,6 @@ import attrs
 
 from shardplan.dist import Comm, Turn, all_reduce, decode_json, encode_json, fail_alike, take_step
 from shardplan.planning import (
-    How,
     Issue,
     Passes,
     PlanError,
@@ -34,26 +25,22 @@ from shardplan.planning import (
     compare_saves,
     conflicts,
     decode_plan,
-    decode_plans,
     encode_plan,
     renumbered,
     table_tag,
     tag_of_parts,
-    with_replicas,
 )
 from shardplan.planning.columns import pack, unpack
+from shardplan.planning.mesh import Description, JoinedPlans
 from shardplan.planning.passes import Stages
 
 from ._offers import Agreement, Begun, Local, Offer, PlanCache
-from ._passes import Planned, Ran, joined, plan_rest, run_passes
+from ._passes import Planned, Ran, decoded, joined, plan_rest, run_together
 from ._report import Stopwatch
 
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreed", "Passed", "agree", "run_together"]
-
-M = TypeVar("M")
 T = TypeVar("T")
 
 _STEP: Final = "plan the save"
@@ -98,7 +85,7 @@ def agree(
             passed = run_together(comm, stages, own, watch, trace=trace)
         offer, verdict = planning.exchange(lambda: local, (passed.plan, passed.shared))
         early = passed.trace
-    agreement = planning.settle(offer, verdict.how)
+    agreement = planning.settle(offer, verdict)
     agreement = attrs.evolve(agreement, trace=joined(agreement.trace, early))
     if verdict.speakers:
         with watch.phase("exchange"):
@@ -158,16 +145,17 @@ class _Planning:
             with self.watch.phase("verify"):
                 offer.refuse_values()
             if offer.cached is None:
-                offer = offer.with_derived()
+                offer = offer.with_description()
         with self.watch.phase("verify"):
             return offer.with_table(self.verify_replicas)
 
-    def settle(self, offer: Offer[T], how: How) -> Agreement:
-        """Take the plan that all ranks have, or let the coordinator plan for all."""
-        if how == "cached" and offer.cached is not None:
+    def settle(self, offer: Offer[T], verdict: SaveVerdict) -> Agreement:
+        """Take the plan that all ranks have or can derive, or let the coordinator plan for all."""
+        if verdict.how == "cached" and offer.cached is not None:
             return attrs.evolve(offer.cached, how="cached")
-        if how == "derived" and offer.derived is not None:
-            return self._remember(offer, offer.derived)
+        derived = self._derive(offer, verdict) if verdict.how == "derived" else None
+        if derived is not None:
+            return self._remember(offer, derived)
         with self.watch.phase("exchange"):
             taken = take_step(
                 self.comm,
@@ -185,6 +173,42 @@ class _Planning:
             agreement = Agreement(mine, "gathered", tag, done.whole, done.trace)
         return self._remember(offer, agreement)
 
+    def _derive(self, offer: Offer[T], verdict: SaveVerdict) -> Agreement | None:
+        """Derive the complete plan; None, on all ranks, if that is impossible after all."""
+        with self.watch.phase("exchange"):
+            world = self._joined(offer, verdict)
+        if offer.local.planner is None:  # the same for the same descriptions
+            with self.watch.phase("plan"):
+                return offer.derived(world)
+
+        def made() -> tuple[Agreement | None, str]:
+            with self.watch.phase("plan"):
+                derived = offer.derived(world)
+            return derived, "" if derived is None else derived.tag
+
+        with self.watch.phase("exchange"):
+            taken = take_step(
+                self.comm, _STEP, lambda: Turn(*made()), lambda tags: Turn(None, len({*tags}) == 1)
+            )
+        return taken.mine if taken.reply else None
+
+    def _joined(self, offer: Offer[T], verdict: SaveVerdict) -> JoinedPlans:
+        """Return what all ranks hold; each distinct description is sent once."""
+        mine, parts = offer.described, verdict.parts
+        assert mine is not None
+        if not verdict.by_template:
+            mine = mine.on(self.comm.rank)
+        if not parts:
+            return JoinedPlans([mine], [0] * self.comm.world_size)
+        is_first = parts.index(parts[self.comm.rank]) == self.comm.rank
+
+        def join(sent: list[bytes]) -> bytes:
+            return pack({}, {str(n): data for n, data in enumerate(filter(None, sent))})
+
+        data = all_reduce(self.comm, _STEP, lambda: mine.encoded if is_first else b"", join)
+        every = unpack(data)[1]
+        return JoinedPlans([Description.decoded(every[str(n)]) for n in range(len(every))], parts)
+
     def _remember(self, offer: Offer[T], agreement: Agreement) -> Agreement:
         if offer.key is not None:
             self.cache.put(offer.key, agreement)
@@ -194,7 +218,7 @@ class _Planning:
         """Plan for all ranks, on the coordinator."""
         with self.watch.phase("plan"):
             parts = [unpack(blob)[1] for blob in blobs]
-            ran = Ran(_decoded(part["plan"] for part in parts), offer.local.ran.trace)
+            ran = Ran(decoded(part["plan"] for part in parts), offer.local.ran.trace)
             meta = [decode_json(part["meta"]) for part in parts]
             try:
                 done = plan_rest(ran, offer.last, meta)
@@ -221,62 +245,3 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
     issues = all_reduce(comm, "compare values", lambda: mine, compare)
     if issues:
         fail_alike(comm, _STEP, PlanError([Issue("conflict", *fields) for fields in issues]))
-
-
-@attrs.frozen(eq=False)
-class Passed(Generic[M]):
-    """The result of `run_together` on one rank.
-
-    Attributes:
-        mine: What the rank kept.
-        plan: Its plan after the passes.
-        shared: The same with the replicas that the passes assigned to other ranks; see
-            `with_replicas`.
-        trace: What each pass did; on the coordinator, if it was asked for.
-    """
-
-    mine: M
-    plan: SavePlan
-    shared: SavePlan
-    trace: PlannerTrace | None = None
-
-
-def run_together(
-    comm: Comm,
-    stages: Stages[SavePlan],
-    own: Callable[[], Turn[M]],
-    watch: Stopwatch,
-    *,
-    trace: bool = False,
-) -> Passed[M]:
-    """Run the world passes of a planner, and all after them, on the coordinator.
-
-    Every rank must call this. The message of ``own`` is the rank's plan after its own passes.
-    """
-
-    def mine() -> Turn[M]:
-        with watch.phase("plan"):
-            turn = own()
-            return Turn(turn.kept, encode_plan(turn.message))
-
-    def run(blobs: list[bytes]) -> Turn[Ran]:
-        with watch.phase("plan"):
-            given = _decoded(blobs)
-            ran = run_passes(stages.rest, given, trace=trace)
-            shared = with_replicas(ran.plans, given)
-            return Turn(ran, list(map(_packed_pair, ran.plans, shared)))
-
-    done = take_step(comm, "run passes", mine, run, each=True)
-    parts = unpack(done.reply)[1]
-    plan = cast(SavePlan, decode_plan(parts["plan"]))
-    shared = cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
-    return Passed(done.mine, plan, shared, done.whole.trace if done.whole else None)
-
-
-def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:
-    parts = {"plan": encode_plan(plan)}
-    return pack({}, parts if shared is plan else parts | {"shared": encode_plan(shared)})
-
-
-def _decoded(blobs: Iterable[bytes]) -> tuple[SavePlan, ...]:
-    return cast("tuple[SavePlan, ...]", decode_plans(blobs))

@@ -328,7 +328,7 @@ def _short(error: BaseException) -> str:
 _savers: weakref.WeakKeyDictionary[Comm, _Saver] = weakref.WeakKeyDictionary()
 _savers_lock: Final = threading.Lock()
 _own: Final = _Saver()
-_job: Final = JobComm(private=True)
+_job: Final = JobComm()
 
 
 def _saver_of(comm: Comm | None) -> _Saver:

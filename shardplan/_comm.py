@@ -23,17 +23,6 @@ from shardplan.dist import (
     torch_comm,
 )
 
-__all__ = [
-    "JobComm",
-    "Place",
-    "as_comm",
-    "counting",
-    "default_comm",
-    "own_place",
-    "place_of",
-    "world_group",
-]
-
 
 @attrs.frozen
 class Place:
@@ -56,18 +45,12 @@ class Place:
 class JobComm:
     """The comm of all ranks of the job, made on demand, and again after it was lost.
 
-    Making one is a collective step, so every rank must ask for it in the same calls. A rank may
-    notice a loss one call later than others. Therefore ranks count their calls and compare the
-    counts when they reconnect: parts of two different saves must never become one checkpoint.
-
-    Attributes:
-        private: Whether it has its own connections.
-        held: The current comm; None if there is none yet.
-        chosen: A process group, to use in place of that of all ranks.
-        coordinator: The place in the group of the rank that gathers and scatters.
+    Every rank must ask for it in the same calls. A rank may notice a loss one call later than
+    others, so ranks compare the counts of their calls when they reconnect: parts of two different
+    saves must never become one checkpoint. ``chosen`` is a process group other than that of all
+    ranks.
     """
 
-    private: bool
     held: Comm | None = None
     chosen: Any = None
     coordinator: int = 0
@@ -91,19 +74,19 @@ class JobComm:
             self._calls += 1
             if self.held is None or self._group is not group:
                 with _named_step("make connections"):
-                    self.held, self._calls = self._connect(group, private=self.private), 1
+                    self.held, self._calls = self._connect(group), 1
                 self._group = group
             elif self.held.lost:
                 self._go_on()
             return self.held
 
-    def _connect(self, group: Any, **options: bool) -> Comm:
-        return torch_comm(group, coordinator=self.coordinator, **options)
+    def _connect(self, group: Any) -> Comm:
+        return torch_comm(group, coordinator=self.coordinator)
 
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
         with _named_step(step):
-            comm = self.held = self._connect(self._group, private=True, fresh=True)
+            comm = self.held = self._connect(self._group)
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
@@ -129,7 +112,7 @@ def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
     return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
 
 
-_job: Final = JobComm(private=False)
+_job: Final = JobComm()
 
 
 def as_comm(comm: object) -> Comm:
@@ -223,12 +206,5 @@ class _CountingComm(Comm):
 
 
 def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
-    """Return a comm that also counts the bytes of this rank's meetings.
-
-    >>> counts = []
-    >>> counting(solo(), counts.append).broadcast(b"plan")
-    b'plan'
-    >>> sum(counts)
-    4
-    """
+    """Return a comm that also counts the bytes of this rank's meetings."""
     return _CountingComm(comm.rank, comm.ranks, comm.coordinator, comm, count)

@@ -36,7 +36,7 @@ from shardplan.planning import (
     listed,
     ranks_by_value,
 )
-from shardplan.planning.passes import reading_of
+from shardplan.planning.passes import Reading, reading_of
 from shardplan.planning.storage import (
     CopyBudget,
     Placements,
@@ -48,20 +48,18 @@ from shardplan.planning.storage import (
 )
 
 from ._comm import as_comm
-from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text, with_trace
+from ._report import Stopwatch, Timed, logged
 from ._save import surely_failed
 
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
-
-__all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
 
 _LEAST_MEMORY: Final = 128 << 20
 Path = str | os.PathLike[str] | Store
 
 
 @attrs.frozen(repr=False)
-class ConvertReport:
+class ConvertReport(Timed):
     """What a conversion did.
 
     Attributes:
@@ -100,6 +98,8 @@ class ConvertReport:
     trace: PlannerTrace | None = None
     carried: tuple[str, ...] = ()
 
+    _verb = "converted"
+
     @property
     def _title(self) -> str:
         return (
@@ -109,25 +109,15 @@ class ConvertReport:
         )
 
     @property
-    def _remarks(self) -> Iterator[str]:
-        if self.left_out:
-            names = listed(self.left_out, quote="")
-            yield f"left out, as {self.format} holds only tensors: {names}"
-        if self.tied:
-            pairs = [f"{name} = {kept}" for name, kept in self.tied.items()]
-            yield f"tied weights: {listed(pairs, quote='')}"
-        if self.carried:
-            yield f"put beside the tensors: {listed(self.carried, quote='')}"
-        yield from dropped_text(self.dropped, "converted")
-        yield from self.notes
-
-    def __repr__(self) -> str:
-        trace = [repr(self.trace)] if self.trace else []
-        return "\n".join([f"{self._title}; {times_text(self.seconds)}", *self._remarks, *trace])
-
-    def _repr_html_(self) -> str:
-        sheet = sheet_of(self._title, self.seconds, notes=self._remarks)
-        return with_trace(sheet, self.trace).html()
+    def _notes(self) -> list[str]:
+        ties = [f"{name} = {kept}" for name, kept in self.tied.items()]
+        lists = {
+            f"left out, as {self.format} holds only tensors": self.left_out,
+            "tied weights": ties,
+            "put beside the tensors": self.carried,
+        }
+        own = [f"{what}: {listed(names, quote='')}" for what, names in lists.items() if names]
+        return [*own, *super()._notes, *self.notes]
 
 
 def convert(
@@ -150,33 +140,28 @@ def convert(
 ) -> ConvertReport:
     """Make a checkpoint of another one, of any format and sharding, in bounded memory.
 
-    Elements stream from the one to the other. The new checkpoint exists whole or not at all: if
-    this is killed, call it again. Several processes share the work, if there are any: each writes
-    some of the files, and one commits.
+    The new checkpoint exists whole or not at all: if this is killed, call it again. If there are
+    several processes, each writes some of the files, and one commits.
 
     Args:
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
         format: What to write: see `save`.
         planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``, from
-            the old checkpoint's names and shapes to the new one's. The ranks that passes see are
-            those of ``mesh``, or a single one. `dequantize` reads a quantised model as if it were
-            not.
+            the old checkpoint's names and shapes to the new one's. Passes see the ranks of
+            ``mesh``, or a single one. `dequantize` reads a quantised model as if it were not.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
             out, tensors stay cut as they are, or become whole where the format wants it.
         placements: How tensors lie on the mesh: placements for all tensors; or by shell-style
-            pattern of their names, where the first that fits counts and other tensors are not cut;
+            pattern of names, of which the first that fits counts, and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
-        max_memory: Bytes of memory to use at most, as a number or as ``"2GiB"``, beside what Python
-            and torch take themselves; 128 MiB at least, and 64 MiB more for each of the two that is
-            in an object store.
+        max_memory: The most bytes to use beside Python and torch, such as ``"2GiB"``; 128 MiB at
+            least, and 64 MiB more for each of the two that is in an object store.
         overwrite: Whether a checkpoint that is there may be replaced.
-        max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
-            larger has a file to itself. Not for a mesh, nor for ``"torch"``.
-        extra_files: As in `save`. From ``"hf"`` to ``"hf"``, the config, the tokenizer and their
-            like are carried over; files given here count before these.
-        verify: Whether to check every chunk against its checksum, where the old checkpoint has
-            any. A chunk that is neither read whole nor in blocks is read once more for that.
+        max_shard_size: The most bytes of a file, such as ``"5GB"``; a larger tensor has a file to
+            itself. Not for a mesh, nor for ``"torch"``.
+        extra_files: As in `save`; they replace what is carried over from ``"hf"`` to ``"hf"``.
+        verify: Whether to check every chunk against its checksum, where there is one.
         progress: Called with the bytes done and the bytes in all, of this process.
         comm: The processes that share the work; by default all of torch's process group, or this
             one alone.
@@ -204,50 +189,41 @@ def convert(
         ValueRefusedError: The format cannot carry some tensor or value; all are named.
         PlanError, RefusedError, ValueError: What was asked for makes no correct plan; or
             ``max_memory`` is too little.
-        UnsureCommitError: The store failed at the last moment: the new checkpoint may be there
-            nevertheless, and nothing of it was removed.
+        UnsureCommitError: The store failed at the last moment: the new checkpoint may be there.
         CheckpointError: With several processes, any of these; it names the ranks that failed.
     """
-    comm, watch = as_comm(comm), Stopwatch()
-    reading = reading_of(planner)
-    planner = reading.planner
-
-    def prepare() -> Turn[_Plan]:
-        limit, into = _shard_limit(max_shard_size, format, mesh), find_format(format)
-        options = {} if extra_files is None else {"extra_files": extra_files}
-        store, writer = open_target(dst, format, **options)
-        with watch.phase("open"):
-            source = read_as(open_source(src, pool=pool), reading)
-            _refuse_same(source, store, writer.file)
-        budget = _budget(parse_size(max_memory), source.store.staging, store.staging)
-        with watch.phase("plan"):
-            stored = stored_chunks(source)
-            target = plan_target(
-                source.metadata,
-                into,
-                stored,
-                planner=planner,
-                mesh=mesh,
-                placements=placements,
-                max_shard_size=limit,
-                processes=comm.world_size,
-                trace=trace,
-            )
-            writer = writer.carrying(target.tied, source.remarks)
-            writer = writer if source.beside is None else writer.with_files(source.beside)
-            if comm.rank == comm.coordinator:
-                writer.refuse(store, overwrite)
-        copies = Copies(
-            source, stored, target.plans, store, writer, budget, verify, into.whole_tensors
-        )
-        digest = _digest(target) if planner is not None and comm.world_size > 1 else ""
-        return Turn(_Plan(target, copies), (secrets.token_hex(6), digest))
-
-    opened = take_step(comm, "open", prepare, partial(_agree, comm))
-    task = _AgreedConversion(comm, opened.mine, opened.reply, overwrite, watch, progress, pool)
-    done = take_step(comm, "convert", task.write, task.commit, undo=task.discard).reply
+    ranks, watch = as_comm(comm), Stopwatch()
+    call = _Call(
+        src, dst, format, reading_of(planner), mesh, placements, max_memory, overwrite,
+        max_shard_size, extra_files, verify, progress, ranks, pool, trace, watch,
+    )  # fmt: skip
+    opened = take_step(ranks, "open", partial(_prepare, call), partial(_agree, ranks))
+    task = _AgreedConversion(call, opened.mine, opened.reply)
+    done = take_step(ranks, "convert", task.write, task.commit, undo=task.discard).reply
     report = _report(format, opened.mine, done, watch)
-    return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)
+    return logged(report, report.path, loud=ranks.rank == ranks.coordinator, left=report.leftovers)
+
+
+@attrs.frozen(eq=False)
+class _Call:
+    """The arguments of a `convert`; see there."""
+
+    src: Path
+    dst: Path
+    format: str
+    reading: Reading
+    mesh: Mesh | None
+    placements: Placements | None
+    max_memory: int | str
+    overwrite: bool
+    max_shard_size: int | str | None
+    extra_files: ExtraFiles | None
+    verify: bool
+    progress: ProgressCallback | None
+    comm: Comm
+    pool: Pool | None
+    trace: bool
+    watch: Stopwatch
 
 
 @attrs.frozen(eq=False)
@@ -256,6 +232,39 @@ class _Plan:
 
     target: Target
     copies: Copies
+
+
+def _prepare(call: _Call) -> Turn[_Plan]:
+    """Open both checkpoints and plan; offer an id for the save, and a digest of the plan."""
+    limit, into = _shard_limit(call), find_format(call.format)
+    options = {} if call.extra_files is None else {"extra_files": call.extra_files}
+    store, writer = open_target(call.dst, call.format, **options)
+    with call.watch.phase("open"):
+        source = read_as(open_source(call.src, pool=call.pool), call.reading)
+        _refuse_same(source, store, writer.file)
+    budget = _budget(parse_size(call.max_memory), source.store.staging, store.staging)
+    with call.watch.phase("plan"):
+        stored = stored_chunks(source)
+        target = plan_target(
+            source.metadata,
+            into,
+            stored,
+            planner=call.reading.planner,
+            mesh=call.mesh,
+            placements=call.placements,
+            max_shard_size=limit,
+            processes=call.comm.world_size,
+            trace=call.trace,
+        )
+        writer = writer.carrying(target.tied, source.remarks)
+        writer = writer if source.beside is None else writer.with_files(source.beside)
+        if call.comm.rank == call.comm.coordinator:
+            writer.refuse(store, call.overwrite)
+    whole = into.whole_tensors
+    copies = Copies(source, stored, target.plans, store, writer, budget, call.verify, whole)
+    is_compared = call.reading.planner is not None and call.comm.world_size > 1
+    digest = _digest(target) if is_compared else ""
+    return Turn(_Plan(target, copies), (secrets.token_hex(6), digest))
 
 
 def _digest(target: Target) -> str:
@@ -279,20 +288,16 @@ def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Turn[None]:
 class _AgreedConversion:
     """This process's share of a conversion that all have agreed on."""
 
-    comm: Comm
+    call: _Call
     plan: _Plan
     save_id: str
-    overwrite: bool
-    watch: Stopwatch
-    progress: ProgressCallback | None
-    pool: Pool | None
 
     def write(self) -> Turn[Copied]:
         """Write this process's share of the files."""
-        share = share_plans(self.plan.target.plans, self.comm.world_size)[self.comm.rank]
-        copies = self.plan.copies
-        with self.watch.phase("write"), _pointing_at_verify(copies.source):
-            copied = write_copies(copies, share, self.save_id, self.progress, self.pool)
+        comm, call, copies = self.call.comm, self.call, self.plan.copies
+        share = share_plans(self.plan.target.plans, comm.world_size)[comm.rank]
+        with call.watch.phase("write"), _pointing_at_verify(copies.source):
+            copied = write_copies(copies, share, self.save_id, call.progress, call.pool)
         parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
         sent = {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
         return Turn(copied, sent)
@@ -302,11 +307,11 @@ class _AgreedConversion:
         target, copies = self.plan.target, self.plan.copies
         parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
         reports = [parts[n].report for n in range(len(target.plans))]
-        with self.watch.phase("commit"):
-            job = CommitJob(
-                copies.store, target.metadata, target.plans, reports, self.save_id, self.overwrite
+        store, overwrite = copies.store, self.call.overwrite
+        with self.call.watch.phase("commit"):
+            left = copies.writer.commit(
+                CommitJob(store, target.metadata, target.plans, reports, self.save_id, overwrite)
             )
-            left = copies.writer.commit(job)
         total = {
             "files": sum(part.files for part in parts.values()),
             "bytes_written": sum(part.nbytes for part in parts.values()),
@@ -338,13 +343,15 @@ def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
     return copy_budget(max_memory, read_staging=reading, write_staging=writing, max_files=files)
 
 
-def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int | None:
+def _shard_limit(call: _Call) -> int | None:
     """Return the most bytes of a file; refuse a limit where it has no meaning."""
+    size = call.max_shard_size
     if size is None:
         return None
-    if find_format(format).is_file:
-        raise ValueError(f"max_shard_size is for several files, and a {format} checkpoint is one")
-    if mesh is not None:
+    if find_format(call.format).is_file:
+        text = f"max_shard_size is for several files, and a {call.format} checkpoint is one"
+        raise ValueError(text)
+    if call.mesh is not None:
         raise ValueError(
             "max_shard_size and mesh exclude each other: a mesh says how tensors are cut"
         )
@@ -401,11 +408,8 @@ def dcp_to_torch_save(
 ) -> ConvertReport:
     """Make a ``torch.save`` file of a DCP checkpoint, as torch does, but in bounded memory.
 
-    Args:
-        dcp_dir: The checkpoint; any other format will do as well.
-        torch_save_path: The file to write; one that is there is replaced.
-        comm: The processes that share the work; by default this one alone, as with torch's
-            function: one rank of a job may call it by itself.
+    Checkpoints of any format will do. A file that is there is replaced. By default, this process
+    works alone, as with torch's function.
     """
     return convert(dcp_dir, torch_save_path, format="torch", overwrite=True, comm=comm or solo())
 
@@ -415,13 +419,7 @@ def torch_save_to_dcp(
 ) -> ConvertReport:
     """Make a DCP checkpoint of a ``torch.save`` file, as torch does, but in bounded memory.
 
-    No code of the file is run.
-
-    Args:
-        torch_save_path: The file; any other checkpoint will do as well.
-        dcp_dir: The folder to write; a checkpoint that is there is replaced. The file may lie in
-            it, and stays there.
-        comm: The processes that share the work; by default this one alone, as with torch's
-            function: one rank of a job may call it by itself.
+    No code of the file is run. Checkpoints of any format will do. A checkpoint that is there is
+    replaced. By default, this process works alone, as with torch's function.
     """
     return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True, comm=comm or solo())

@@ -51,8 +51,8 @@ class Change:
         what: ``added`` (only the second has it), ``removed`` (only the first has it), ``type``
             (one has a tensor, the other a value of another kind), ``shape``, ``dtype`` or
             ``values``.
-        before, after: Both sides: what is there, the shape, the dtype, the value, or the first
-            element that differs; None on the side that lacks it, and where it was not read.
+        before, after: The shape, the dtype, the value, or the first element that differs; None on
+            the side that lacks it, and where it was not read.
         elements: How many elements of a tensor differ; None if only checksums were compared.
         first: The index of the first of these; None likewise.
         chunks: How many of the first side's chunks differ; 0 for non-tensor values.
@@ -148,22 +148,20 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two checkpoints by key: names, shapes, dtypes and values.
 
-    Chunks that both cut alike are compared by the checksums recorded when they were saved, without
-    reading them. All other elements are read from both and compared as bits, a few megabytes at a
-    time. Every file must be there in its full size; that its bytes are those that were saved is
-    checked only with ``read=True``, or by `verify`. If a side is overwritten meanwhile, the new one
-    is compared, from the start.
+    Chunks that both cut alike are compared by their recorded checksums, without reading them. All
+    other elements are read from both and compared as bits. Every file must be there in its full
+    size; damage inside is found only with ``read=True``, or by `verify`. If a side is overwritten
+    meanwhile, the new one is compared, from the start.
 
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
         values: Whether to compare values at all.
-        locate: Whether to read tensors whose checksums differ, to report for each of them how many
-            elements differ and which is the first.
-        read: Whether to read everything from both, and rely on no checksum. Damage is then an
-            error.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            the bytes of one side; with all of them in the end.
+        locate: Whether to read tensors whose checksums differ, to count the elements that differ
+            and to find the first.
+        read: Whether to read everything from both. Damage is then an error.
+        progress: Called as ``progress(done_bytes, total_bytes)`` of one side, from one thread at a
+            time.
         pool: The threads and the memory budget to use.
 
     Returns:

@@ -1,12 +1,4 @@
-"""Load a checkpoint into a state dict, on one rank or on many.
-
-1. Local plan: open the checkpoint, run passes, and plan what this rank reads (`plan_alone`).
-2. Global plan: many ranks compare what they opened and want (`plan_together`), and let one rank
-   read what several need (`share_reading`).
-3. Read, alone or together, and compare checksums (`_read`).
-4. Finish: once all ranks have read, put values and new tensors in their places, hand stateful
-   objects their state, and report (`_finish`).
-"""
+"""Load a checkpoint into a state dict: plan alone or together, read, and put in place."""
 
 from __future__ import annotations
 
@@ -60,11 +52,10 @@ def load(
             on torch's default device. In a module, which would not take it, it is refused. A
             `PerRank` gets the state that this rank saved.
         path: The checkpoint.
-        planner: The pass, or the list of passes, that it was saved with. Each rank fills all that
-            it holds, whoever saved it: passes that only choose who writes, such as
-            `dedup_replicas`, are skipped where that makes no difference. For any other world pass,
-            the coordinator gets the plans of all ranks. What passes drop is not filled, and
-            reported. `dequantize` reads a quantised model as if it were not.
+        planner: The pass, or the list of passes, that it was saved with. Passes that only choose
+            who writes, such as `dedup_replicas`, are skipped where that makes no difference. What
+            passes drop is not filled, and reported. `dequantize` reads a quantised model as if it
+            were not.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
             A pattern that matches no name on any rank is a mistake.
         dtype: ``"same"`` refuses tensors of another stored dtype; ``"cast"`` casts them.
@@ -76,8 +67,7 @@ def load(
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, for
-            what this process fills and what it reads for others; with all bytes in the end. What
-            it raises stops the load.
+            what this process fills and reads for others. What it raises stops the load.
         pool: The threads and the memory budget to use.
         trace: Whether to report what each pass of ``planner`` does, as in `save`; passes that are
             skipped do not appear.
@@ -167,12 +157,13 @@ def _read(call: LoadCall, planned: PlannedLoad) -> Turn[Outcome]:
 
 def _fill(call: LoadCall, planned: PlannedLoad, sums: BlockSums) -> Outcome:
     """Fill this rank's tensors, alone or together with other ranks."""
-    opened, plan, into = planned.opened, planned.plan, planned.into
+    opened, shared, into = planned.opened, planned.shared, planned.into
     options: dict[str, Any] = {"verify": call.verify, "sums": sums, "progress": call.progress}
-    if not len(plan.transfers) and opened.reader is not None:
-        return read_rank(opened.reader, plan, into, **options)
+    if shared is None and opened.reader is not None:
+        return read_rank(opened.reader, planned.plan, into, **options)
+    assert shared is not None
     try:
-        return read_shared(call.comm, opened, plan, into, place=str(call.path), **options)
+        return read_shared(call.comm, opened, shared, into, place=str(call.path), **options)
     except (LostRanksError, PlanError, ValueRefusedError):
         raise
     except Exception as error:

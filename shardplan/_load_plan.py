@@ -1,8 +1,4 @@
-"""Plan a load: what this rank fills, what it reads for that, and what it reads for other ranks.
-
-A rank alone opens the checkpoint and plans (`plan_alone`). Many ranks compare what they opened
-(`plan_together`), and may let one rank read what several need (`share_reading`).
-"""
+"""Plan a load: what this rank fills, what it reads for that, and what it reads for others."""
 
 from __future__ import annotations
 
@@ -51,13 +47,19 @@ from shardplan.planning import (
 from shardplan.planning.passes import Reading, Stages
 from shardplan.planning.storage import (
     Need,
+    SharedReads,
+    Wants,
+    Way,
     need_of,
     partly_filled,
-    sharing_pays,
+    replica_groups,
+    shared_by_rule,
+    shared_by_transfers,
+    sharing_way,
     value_reads,
+    wants_of,
 )
 
-from ._agree import run_together
 from ._comm import Place, place_of
 from ._memory import (
     Resized,
@@ -68,8 +70,8 @@ from ._memory import (
     resize,
     tied_names,
 )
-from ._passes import joined, run_passes
-from ._read import Destinations, Opened, decode_values, encode_values, naming_place
+from ._passes import joined, run_passes, run_together
+from ._read import ROUND_BYTES, Destinations, Opened, decode_values, encode_values, naming_place
 from ._report import Stopwatch, place_name
 from ._state import State, expand, part
 
@@ -116,13 +118,9 @@ class LoadCall:
 class LoadTarget:
     """What this rank wants filled.
 
-    Attributes:
-        state: The state dict, after `expand` and `part`.
-        flat: The same, flattened; tensors on the meta device are replaced once reads are planned.
-        paths: The path to each value; see `flatten`.
-        whole: Names of containers that the checkpoint keeps as one value.
-        plan: What of it lies where in the checkpoint, after passes.
-        trace: What the passes did that this rank has run, if that was asked for.
+    ``state`` is the state dict after `expand` and `part`, ``flat`` and ``paths`` what `flatten`
+    makes of it, ``whole`` the containers that the checkpoint keeps as one value, and ``plan`` what
+    lies where in the checkpoint.
     """
 
     state: Mapping[Any, Any]
@@ -137,17 +135,10 @@ class LoadTarget:
 class PlannedLoad:
     """What this rank is about to do.
 
-    Attributes:
-        opened: The checkpoint.
-        target: What is filled.
-        wanted: What this rank needs.
-        plan: What this rank reads; it differs from ``wanted`` where ranks share reads.
-        into: The memory that is filled.
-        blanks: Tensors that take the place of those on the meta device, by name.
-        tied: Names that are not in the checkpoint, but share memory with one that is.
-        resized: State by rank that was made of what other ranks had saved.
-        unmatched: Patterns of ``strict`` that match no name on this rank.
-        shares: Whether ranks read for each other.
+    ``wanted`` is what it needs, and ``plan`` what it reads by itself or as the coordinator planned.
+    Where ranks share reads, ``way`` says how, and ``shared`` who reads what.
+    ``blanks`` replace tensors on the meta device, ``tied`` names share memory with others, and
+    ``unmatched`` patterns of ``strict`` match no name on this rank.
     """
 
     opened: Opened
@@ -159,7 +150,10 @@ class PlannedLoad:
     tied: Mapping[str, str]
     resized: Resized
     unmatched: tuple[str, ...]
-    shares: bool = False
+    wants: Wants | None = None
+    way: Way = "alone"
+    groups: tuple[tuple[int, ...], ...] = ()
+    shared: SharedReads | None = None
 
 
 def open_reader(call: LoadCall) -> Reader:
@@ -238,14 +232,17 @@ def plan_together(call: LoadCall) -> PlannedLoad:
     with call.watch.phase("exchange"):
         if call.stages.rest:
             opened, target = _run_passes(call)
-            done = take_step(comm, "plan", partial(_offer, call, opened, target), verdict)
+            offer = partial(_offer, call, opened, target)
+            done = take_step(comm, "plan", offer, verdict, each=True)
         elif comm.world_size >= SENT_FROM:
-            done = take_step(comm, "plan", partial(_offer, call, _open_on_one(call)), verdict)
+            offer = partial(_offer, call, _open_on_one(call))
+            done = take_step(comm, "plan", offer, verdict, each=True)
         else:
-            done = take_step(comm, "plan", partial(_offer, call, wait=True), verdict)
+            done = take_step(comm, "plan", partial(_offer, call, wait=True), verdict, each=True)
             if done.reply is None:  # it may be a file that one rank reads for all
-                done = take_step(comm, "plan", partial(_offer, call, _open_on_one(call)), verdict)
-    apart, unmatched, shares = done.reply
+                offer = partial(_offer, call, _open_on_one(call))
+                done = take_step(comm, "plan", offer, verdict, each=True)
+    apart, unmatched, way, spans = done.reply
     if apart:
         remedy = "pass all ranks one path; if it is one, it was written meanwhile: load again"
         text = f"they differ between ranks ({apart}); {remedy}"
@@ -255,7 +252,8 @@ def plan_together(call: LoadCall) -> PlannedLoad:
         issues = [Issue("unmatched", pattern, why.format(pattern)) for pattern in unmatched]
         fail_alike(comm, "plan", PlanError(issues))
     assert done.mine is not None
-    return attrs.evolve(done.mine, shares=shares)
+    groups = tuple(tuple(rank for span in group for rank in range(*span)) for group in spans)
+    return attrs.evolve(done.mine, way=way, groups=groups)
 
 
 def _run_passes(call: LoadCall) -> tuple[Opened, LoadTarget]:
@@ -330,35 +328,64 @@ def _offer(
     with call.watch.phase("plan"), naming_place(call.path):
         target = target or _after_passes(call, _target(call, opened.metadata))
         planned = _plan_reads(call, opened, target)
+        metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
+        cut = split_reads(metadata, blocks, max_gap=gap)((planned.plan,))[0].items
+        wants = wants_of(cut, metadata, call.comm.world_size, block_bytes=blocks)
         need = need_of(
             planned.plan,
-            opened.metadata,
-            opened.max_gap,
+            wants,
+            metadata,
+            gap,
             host=socket.gethostname(),
             is_local=opened.reader is not None and not opened.reader.store.staging,
         )
     meta = opened.metadata.storage_meta
     save = (meta and meta.save_id) or fingerprint(opened.metadata)
     offer = LoadOffer(save, place_name(call.path), planned.unmatched)
-    return Turn(planned, (attrs.astuple(offer), attrs.astuple(need)))
+    return Turn(attrs.evolve(planned, wants=wants), (attrs.astuple(offer), attrs.astuple(need)))
 
 
 def _verdict(call: LoadCall, offers: Sequence[Any]) -> Turn[None]:
     """Return what every rank has to know of what all want; None if some wait."""
     if None in offers:
-        return Turn(None, None)
+        return Turn(None, [None] * len(offers))
     wants = [LoadOffer(*fields) for fields, _ in offers]
-    pays = call.share == "auto" and sharing_pays([Need(*fields) for _, fields in offers])
-    apart = differing_loads(wants, call.comm.ranks)
-    return Turn(None, (apart, unmatched_everywhere(wants), call.share is True or pays))
+    needs = [Need(*fields) for _, fields in offers]
+    way = sharing_way(needs, asked=call.share is True) if call.share else "alone"
+    groups = replica_groups(needs) if way == "groups" else [()] * len(needs)
+    apart, unmatched = differing_loads(wants, call.comm.ranks), unmatched_everywhere(wants)
+    spans = [[[(r.start, r.stop, r.step) for r in g] for g in mine] for mine in groups]
+    return Turn(None, [(apart, unmatched, way, mine) for mine in spans])
 
 
 def share_reading(call: LoadCall, planned: PlannedLoad) -> PlannedLoad:
-    """Have the coordinator decide who reads what for which ranks, where reads are shared."""
+    """Decide who reads what for which ranks: by rule, or as the coordinator plans."""
+    opened, way = planned.opened, planned.way
+    if opened.values is not None or way == "coordinator":
+        with call.watch.phase("exchange"):
+            plan = _transferred(call, planned)
+        shared = shared_by_transfers(plan, opened.metadata, call.comm.rank, round_bytes=ROUND_BYTES)
+        return attrs.evolve(planned, plan=plan, shared=shared)
+    wants = planned.wants
+    if wants is None or all(len(group) == 1 for group in planned.groups):
+        return planned
+    with call.watch.phase("plan"):
+        shared = shared_by_rule(
+            wants,
+            opened.metadata,
+            call.comm.rank,
+            planned.groups,
+            opened.files_of(wants.reads),
+            round_bytes=ROUND_BYTES,
+            block_bytes=opened.block_bytes,
+        )
+    return attrs.evolve(planned, shared=shared)
+
+
+def _transferred(call: LoadCall, planned: PlannedLoad) -> LoadPlan:
+    """Have the coordinator plan, for all ranks, what they read for each other."""
     opened = planned.opened
     metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
-    if opened.values is None and not planned.shares:
-        return planned
     most: dict[str, Any] = {"min_bytes": 1} if call.share is True else {}
     share = share_reads(metadata, block_bytes=blocks, max_gap=gap, **most)
     if opened.values is not None:
@@ -370,8 +397,5 @@ def share_reading(call: LoadCall, planned: PlannedLoad) -> PlannedLoad:
             passes = (split_reads(metadata, blocks, max_gap=gap), share)
             return [encode_plan(plan) for plan in global_load_plan(plans, passes)]
 
-    with call.watch.phase("exchange"):
-        mine = reduce_scatter(
-            call.comm, "share reads", lambda: encode_plan(planned.plan), all_plans
-        )
-    return attrs.evolve(planned, plan=cast(LoadPlan, decode_plan(mine)))
+    mine = reduce_scatter(call.comm, "share reads", lambda: encode_plan(planned.plan), all_plans)
+    return cast(LoadPlan, decode_plan(mine))

@@ -1,10 +1,4 @@
-"""`Checkpoints`: save a training run at intervals, resume it, and remove what the policy drops.
-
-Every checkpoint is a folder, ``step-500``, that everything else here reads, too. Its metrics lie
-beside its files as `METRICS`, with the time of each save of the step: a save that fails leaves the
-metrics of the one before. Only the coordinator
-lists the folder, and only it removes anything, in a thread of its own, after a commit.
-"""
+"""Save a training run at intervals, resume it, and remove what the policy drops."""
 
 from __future__ import annotations
 
@@ -38,8 +32,6 @@ from ._retention import is_whole, look_at, made
 from ._save import save
 from ._state import State
 
-__all__ = ["Checkpoints"]
-
 METRICS: Final = "metrics.json"
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _MOST: Final = 1 << 20  # bytes of a file of metrics
@@ -60,10 +52,10 @@ class _Found:
 
 
 class Checkpoints:
-    """The checkpoints of a training run, in one folder.
+    """The checkpoints of a training run, each a folder such as ``step-500``.
 
-    Steps are counted as in ``for step in range(start, end)``: `save` is called after a step with
-    its number, and `restore` returns the number of the next step.
+    `save` is called after a step with its number, and `restore` returns that of the next step.
+    Only the coordinator lists the folder, and only it removes anything, in a thread of its own.
 
     Args:
         folder: Where they lie, one folder each; on a disk or in an object store.
@@ -159,7 +151,7 @@ class Checkpoints:
             None if it is not time. A future when saving in the background, else a report.
 
         Raises:
-            Exception: As `shardplan.save` and `async_save`; an error of the last background save.
+            Exception: As `shardplan.save` and `async_save`.
         """
         _check_step(step)
         why = self._reason(step, force)
@@ -183,12 +175,8 @@ class Checkpoints:
         return done
 
     def _save(self, state_dict: State, target: Store) -> SaveFuture | SaveReport:
-        options: dict[str, Any] = {
-            "planner": self._planner,
-            "format": self._format,
-            "comm": self._comm,
-            "overwrite": True,
-        }
+        options: dict[str, Any] = {"planner": self._planner, "format": self._format}
+        options |= {"comm": self._comm, "overwrite": True}
         if not self._background:
             return save(state_dict, target, **options)
         self._future = async_save(state_dict, target, **options)
@@ -254,11 +242,9 @@ class Checkpoints:
         """
         self.wait()
         patterns = [exclude] if isinstance(exclude, str) else list(exclude)
-        planner = (
-            self._planner
-            if not patterns
-            else chain(*([] if self._planner is None else [self._planner]), drop(*patterns))
-        )
+        planner = self._planner
+        if patterns:
+            planner = chain(*([] if planner is None else [planner]), drop(*patterns))
         unfinished, found = self._ask("find the newest checkpoint", self._candidates)
         failed: Exception | None = None
         spoilt: set[str] | None = set()  # names with elements of a damaged one; None: any may have

@@ -1,12 +1,7 @@
-"""What a load fills: found and checked before anything is read.
-
-Tied tensors share memory, tensors on the meta device get it, and containers that cannot change keep
-it. Per-rank state that was saved on another number of ranks is made anew of what all of them saved.
-"""
+"""The memory that a load fills: found and checked before anything is read."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
@@ -23,19 +18,16 @@ from shardplan.planning import (
     Metadata,
     Path,
     PlanError,
-    ReadItem,
     SavePlan,
     Strict,
-    dtype_name,
     entry_of,
     is_node,
     shard_finder,
     unflatten,
 )
-from shardplan.planning.columns import Ints, ReadItems
+from shardplan.planning.columns import ReadItems
 from shardplan.planning.storage import (
     SavedElsewhere,
-    boxes_of,
     find_chunks,
     is_folded,
     is_needed,
@@ -267,7 +259,7 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
         for a, b in _overlapping(shards):
             ours, theirs = (items.take(np.array(rows[key], np.int64)) for key in (a, b))
             if _layout(shards[a]) != _layout(shards[b]) or not _same_saved(
-                reader, ours, theirs, tuple(shards[a].shape)
+                reader, ours, theirs, shards[a]
             ):
                 refused[a[0]] = (
                     f"shares memory with `{b[0]}`, and they were saved with different values; load "
@@ -290,20 +282,15 @@ def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
 
 def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
     """Yield the shards that have elements in common, in pairs; the first comes first in memory."""
-    spans = {
-        key: (shard.data_ptr(), shard.data_ptr() + _reach(shard))
-        for key, shard in shards.items()
-        if shard.numel()
-    }
+    spans = {}
+    for key, shard in shards.items():
+        if shard.numel():
+            steps = zip(shard.stride(), shard.shape, strict=True)
+            reach = 1 + sum(stride * (n - 1) for stride, n in steps)
+            spans[key] = shard.data_ptr(), shard.data_ptr() + reach * shard.itemsize
     for pair in islice(meeting(spans), _PAIRS):
         if _share(*(shards[key] for key in pair)):
             yield pair
-
-
-def _reach(tensor: torch.Tensor) -> int:
-    """Return the bytes from a tensor's first element past its last."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return (1 + sum(stride * (n - 1) for stride, n in pairs)) * tensor.itemsize
 
 
 class _Memory:
@@ -337,78 +324,31 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, shape: tuple[int, ...]) -> bool:
-    """Return True if the reads of two shards of one shape bring the same elements."""
-    checkpoint = Checkpoint(reader, verify=False)
-    if not (_is_box(ours, shape) and _is_box(theirs, shape)):
-        return _fill_alike(ours, theirs) and all(
-            _same_elements(checkpoint, _corner(a), _corner(b), a.lengths)
-            for a, b in zip(ours, theirs, strict=True)
-        )
-    names = [items.names[items.storage[0]] for items in (ours, theirs)]
-    is_same_dtype = checkpoint[names[0]].dtype == checkpoint[names[1]].dtype
-    if is_same_dtype and _same_sums(reader, ours, theirs):
+def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, into: torch.Tensor) -> bool:
+    """Return True if the reads of two shards in the same memory leave the same elements there."""
+    if _same_sums(reader, ours, theirs):
         return True
-    a, b = ((name, _shift(i)[0].tolist()) for name, i in zip(names, (ours, theirs), strict=True))
-    return _same_elements(checkpoint, a, b, shape)
-
-
-def _shift(items: ReadItems) -> Ints:
-    """Return where the shard's first element would be in the saved tensor, per read."""
-    shift: Ints = items.storage_anchor + items.storage_offsets - items.dest_offsets
-    return shift
-
-
-def _is_box(items: ReadItems, shape: tuple[int, ...]) -> bool:
-    """Return True if the reads of a shard are one box of a saved tensor, as the shard has it."""
-    if items.frame is not None or len(np.unique(items.storage)) > 1:
-        return False
-    shift = _shift(items)
-    return bool((shift == shift[:1]).all()) and int(items.numel.sum()) == math.prod(shape)
-
-
-def _fill_alike(ours: ReadItems, theirs: ReadItems) -> bool:
-    """Return True if reads fill the same boxes of two shards, from boxes of the same sizes."""
-    if len(ours) != len(theirs) or not ours.target_frame.same(theirs.target_frame):
-        return False
-    parts = ("ndim", "dest_offsets", "lengths")
-    return all(np.array_equal(getattr(ours, part), getattr(theirs, part)) for part in parts)
-
-
-_Corner = tuple[str, list[int]]  # a saved tensor, and the start of a box of it
-
-
-def _corner(read: ReadItem) -> _Corner:
-    """Return where a read begins in the saved tensor."""
-    anchor = read.storage_index.offset or ()
-    start = [a + o for a, o in zip(anchor, read.storage_offsets, strict=True)]
-    return read.storage_index.fqn, start
-
-
-def _same_elements(checkpoint: Checkpoint, a: _Corner, b: _Corner, sizes: Sequence[int]) -> bool:
-    """Return True if two boxes of a checkpoint hold the same elements."""
-    if a == b:
-        return True
-    saved = [checkpoint[name] for name, _ in (a, b)]
-    if saved[0].dtype != saved[1].dtype:
-        return False
-    for offsets, size in boxes_of(sizes, dtype_name(saved[0].dtype)):
-        one, other = (
-            tensor.read_box([o + at for o, at in zip(low, offsets, strict=False)], size)
-            for tensor, (_, low) in zip(saved, (a, b), strict=True)
-        )
-        if flat_memory(one) != flat_memory(other):
-            return False
-    return True
+    filled = []
+    for items in (ours, theirs):
+        copy = into.detach().clone()
+        (key,) = _rows_by_shard(items)
+        reader.fill(items, Destinations({key: copy}).of(items), verify=False)
+        filled.append(flat_memory(copy.contiguous()))
+    return filled[0] == filled[1]
 
 
 def _same_sums(reader: Reader, ours: ReadItems, theirs: ReadItems) -> bool:
-    """Return True if the same parts of chunks with the same checksums are read."""
+    """Return True if the same parts of chunks of one dtype with the same checksums are read."""
+    if any(
+        items.frame is not None or len(np.unique(items.storage)) > 1 for items in (ours, theirs)
+    ):
+        return False
     parts = ("dest_offsets", "storage_offsets", "lengths")
     if not all(np.array_equal(getattr(ours, part), getattr(theirs, part)) for part in parts):
         return False
-    a, b = (reader.source.sums_of(items.names[items.storage[0]]) for items in (ours, theirs))
-    if a is None or b is None:
+    names = [items.names[items.storage[0]] for items in (ours, theirs)]
+    a, b = map(reader.source.sums_of, names)
+    if a is None or b is None or reader.dtype_of(names[0]) != reader.dtype_of(names[1]):
         return False
     metadata = reader.metadata
     return np.array_equal(a[find_chunks(metadata, ours)], b[find_chunks(metadata, theirs)])
@@ -419,11 +359,9 @@ def _same_sums(reader: Reader, ours: ReadItems, theirs: ReadItems) -> bool:
 
 @attrs.frozen
 class Resized:
-    """Per-rank state that was made of what other ranks had saved.
+    """Per-rank state, by path, that was made of what other ranks had saved.
 
-    Attributes:
-        values: This rank's states, by path.
-        names: The names that the states' parts would have in a checkpoint of as many ranks.
+    ``names`` are those that its parts would have in a checkpoint of as many ranks.
     """
 
     values: Mapping[Path, Any]

@@ -19,11 +19,11 @@ from shardplan.planning import (
     Pass,
     Passes,
     Path,
+    PlanError,
     SaveOffer,
     SavePlan,
     WholePlan,
     contents_tag,
-    derive_plans,
     fingerprint,
     flatten,
     is_tensor,
@@ -32,7 +32,14 @@ from shardplan.planning import (
     tag_of_parts,
 )
 from shardplan.planning.columns import WriteItems
-from shardplan.planning.mesh import described_plans, layout_key, on_meta
+from shardplan.planning.mesh import (
+    Description,
+    JoinedPlans,
+    derive_joined,
+    describe,
+    layout_key,
+    on_meta,
+)
 from shardplan.planning.passes import Stages
 
 from ._passes import Planned, Ran, plan_rest, run_passes
@@ -42,8 +49,6 @@ from ._state import per_rank_names
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreement", "Begun", "Local", "Offer", "PlanCache"]
-
 T = TypeVar("T")
 
 _DERIVED_ITEMS: Final = 1 << 22  # the most items, of all ranks together, to derive on each rank
@@ -52,14 +57,9 @@ _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 
 @attrs.frozen(eq=False)
 class Agreement:
-    """The plan that all ranks agreed on.
+    """The plan that all ranks agreed on: what this rank writes, and a tag of the complete plan.
 
-    Attributes:
-        plan: What this rank writes.
-        how: How it came to be.
-        tag: A fingerprint of the complete plan, equal on all ranks.
-        whole: The plans of all ranks; it may be None except on the coordinator.
-        trace: What the passes did that this rank has run, if that was asked for.
+    ``whole``, the plans of all ranks, may be None except on the coordinator.
     """
 
     plan: SavePlan
@@ -78,14 +78,7 @@ class Begun(Generic[T]):
 
 
 class PlanCache:
-    """The plans of the last few layouts.
-
-    A key holds everything that a plan depends on, so entries never become stale: a layout, or, with
-    a planner, the plan that it made of the layout.
-
-    Args:
-        entries: The number of plans to keep.
-    """
+    """The plans of the last few layouts; a key holds everything that a plan depends on."""
 
     def __init__(self, entries: int = 8) -> None:
         self._entries = entries
@@ -188,21 +181,18 @@ class _Key:
 
 @attrs.frozen(eq=False)
 class Offer(Generic[T]):
-    """What one rank offers.
+    """What one rank offers: its plans, and digests of all that must be equal on all ranks.
 
-    Attributes:
-        local: The rank's state dict and plans.
-        passed: The result of `run_together`, if there are world passes.
-        key: The cache key of the plan; None if it cannot be cached.
-        cached, derived: The plan found in the cache, or derived.
-        table: The digests of everything that must be equal on all ranks that hold it.
+    ``passed`` is the result of `run_together`, and ``key`` that of the cache, if there is any;
+    ``described`` determines the plans of this rank and of all that hold the same, perhaps with
+    templates for names that carry the rank's number.
     """
 
     local: Local[T]
     passed: tuple[SavePlan, SavePlan] | None = None
     key: _Key | None = None
     cached: Agreement | None = None
-    derived: Agreement | None = None
+    described: Description | None = None
     table: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
@@ -235,28 +225,34 @@ class Offer(Generic[T]):
         key = _Key(layout, (tuple(comm.ranks), comm.rank, comm.coordinator))
         return attrs.evolve(self, key=key, cached=cache.get(key))
 
-    def with_derived(self) -> Offer[T]:
-        """Add the complete plan, if this rank can derive it."""
+    def with_description(self) -> Offer[T]:
+        """Add the description of what this rank holds, if there is one."""
         local, comm = self.local, self.local.comm
         if local.stages.needs_all or local.meta:
             return self
-        world = described_plans(local.flat, local.own, comm.rank, comm.world_size)
-        if world is None:
-            return self
-        parts = [repr((world.mesh, dict(world.specs), world.values, world.planner_data))]
+        described = describe(local.flat, local.own, comm.rank, tuple(comm.ranks))
+        return attrs.evolve(self, described=described)
+
+    def derived(self, world: JoinedPlans) -> Agreement | None:
+        """Return the complete plan; None if it is quicker, or clearer, to gather all plans."""
+        local, comm = self.local, self.local.comm
+        parts = [part.tag for part in world.parts]
         if local.planner is None:
-            planned = Planned(WholePlan(*derive_plans(world)), local.ran.trace)
-        elif len(world) * len(local.own.items) > _DERIVED_ITEMS:
-            return self  # passes would need every rank's plan
+            try:
+                planned = Planned(WholePlan(*derive_joined(world)), local.ran.trace)
+            except PlanError:
+                return None  # the coordinator will say what is wrong, and with which ranks
+        elif world.items > _DERIVED_ITEMS:
+            return None  # passes would need every rank's plan
         else:
             ran = run_passes(local.stages.own, tuple(world), trace=local.trace)
             planned = plan_rest(ran, self.last)
             parts.append(contents_tag(planned.whole.plans))
+            parts.append(fingerprint(planned.whole.metadata))
         whole = planned.whole
-        tag = tag_of_parts([*parts, fingerprint(whole.metadata)])
         known = whole if comm.rank == comm.coordinator else None
-        derived = Agreement(whole.plans[comm.rank], "derived", tag, known, planned.trace)
-        return attrs.evolve(self, derived=derived)
+        tag = tag_of_parts([*parts, world.part.tobytes()])
+        return Agreement(whole.plans[comm.rank], "derived", tag, known, planned.trace)
 
     def with_table(self, everything: bool) -> Offer[T]:
         """Add the digests of everything that must be equal on all ranks that hold it."""
@@ -283,7 +279,8 @@ class Offer(Generic[T]):
         return SaveOffer(
             secrets.token_hex(6),
             "" if self.cached is None else self.cached.tag,
-            "" if self.derived is None else self.derived.tag,
+            "" if self.described is None else self.described.on(self.local.comm.rank).tag,
+            "" if self.described is None else self.described.tag,
             str(self.local.begun.target),
             self.local.stages.rest_text,
             table_tag(self.table),

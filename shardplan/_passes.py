@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import attrs
 
 from shardplan import planning
-from shardplan.planning import Pass, SavePlan, WholePlan, chain, plan_whole
+from shardplan.dist import Comm, Turn, take_step
+from shardplan.planning import (
+    Pass,
+    SavePlan,
+    WholePlan,
+    chain,
+    decode_plan,
+    decode_plans,
+    encode_plan,
+    plan_whole,
+    with_replicas,
+)
+from shardplan.planning.columns import pack, unpack
+from shardplan.planning.passes import Stages
+
+from ._report import Stopwatch
 
 if TYPE_CHECKING:  # reports are loaded when one is asked for
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Planned", "Ran", "joined", "plan_rest", "run_passes"]
+M = TypeVar("M")
 
 
 @attrs.frozen(eq=False)
@@ -62,3 +77,55 @@ def joined(first: PlannerTrace | None, then: PlannerTrace | None) -> PlannerTrac
     (No passes: plans stay as they are, None)
     """
     return first + then if first and then else first or then
+
+
+@attrs.frozen(eq=False)
+class Passed(Generic[M]):
+    """What a rank kept, its plan after `run_together`, and that plan `with_replicas`."""
+
+    mine: M
+    plan: SavePlan
+    shared: SavePlan
+    trace: PlannerTrace | None = None
+
+
+def run_together(
+    comm: Comm,
+    stages: Stages[SavePlan],
+    own: Callable[[], Turn[M]],
+    watch: Stopwatch,
+    *,
+    trace: bool = False,
+) -> Passed[M]:
+    """Run the world passes of a planner, and all after them, on the coordinator.
+
+    Every rank must call this. The message of ``own`` is the rank's plan after its own passes.
+    """
+
+    def mine() -> Turn[M]:
+        with watch.phase("plan"):
+            turn = own()
+            return Turn(turn.kept, encode_plan(turn.message))
+
+    def run(blobs: list[bytes]) -> Turn[Ran]:
+        with watch.phase("plan"):
+            given = decoded(blobs)
+            ran = run_passes(stages.rest, given, trace=trace)
+            shared = with_replicas(ran.plans, given)
+            return Turn(ran, list(map(_packed_pair, ran.plans, shared)))
+
+    done = take_step(comm, "run passes", mine, run, each=True)
+    parts = unpack(done.reply)[1]
+    plan = cast(SavePlan, decode_plan(parts["plan"]))
+    shared = cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
+    return Passed(done.mine, plan, shared, done.whole.trace if done.whole else None)
+
+
+def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:
+    parts = {"plan": encode_plan(plan)}
+    return pack({}, parts if shared is plan else parts | {"shared": encode_plan(shared)})
+
+
+def decoded(blobs: Iterable[bytes]) -> tuple[SavePlan, ...]:
+    """Decode the plans of several ranks."""
+    return cast("tuple[SavePlan, ...]", decode_plans(blobs))

@@ -1,11 +1,8 @@
 """Carry out a load plan: alone, or together with other ranks, where one reads and others receive.
 
-Together, ranks go through the checkpoint in the same rounds; see `shared_rounds`. In a round each
-rank first makes ready to receive, then reads and sends, then waits: so ranks never wait for each
-other in a circle, and the bytes that are under way at a time are bounded.
-
-Another process may overwrite a checkpoint while it is being read: the old files go as soon as the
-new checkpoint is there. Reading then begins anew (`read_anew`).
+In each round (see `shared_rounds`) a rank first makes ready to receive, then reads and sends, then
+waits: so ranks never wait in a circle, and the bytes under way are bounded. If a checkpoint is
+overwritten meanwhile, reading begins anew (`read_anew`).
 """
 
 from __future__ import annotations
@@ -39,15 +36,20 @@ from shardplan.io import (
 )
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
-from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError
-from shardplan.planning.columns import ReadItems, distinct
+from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
+from shardplan.planning.columns import Ints, ReadItems, distinct
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
-    Arrival,
+    Incoming,
+    Outgoing,
     Piece,
+    Region,
     Round,
+    SharedReads,
     ValueRead,
+    entries_of,
+    find_chunks,
     plan_bytes,
     shared_rounds,
     value_exchange,
@@ -58,6 +60,7 @@ from ._report import LOG, place_name
 from ._verify import ATTEMPTS, is_another
 
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
 
 ROUND_BYTES: Final = 128 << 20
 """Bytes of the checkpoint that are under way between ranks at a time."""
@@ -67,12 +70,9 @@ _STOPPED: Final = (FormatError, LoadError, StoreError)  # raised when files are 
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A checkpoint as one rank has opened it.
+    """A checkpoint as one rank has opened it; without a reader, another rank reads for it.
 
-    Attributes:
-        metadata: What it holds.
-        reader: Reads from it; None on a rank that gets everything from another rank.
-        values: Its non-tensor values by name, if one rank has read them for all; else None.
+    ``values`` are the non-tensor values by name, if one rank has read them for all.
     """
 
     metadata: Metadata
@@ -93,14 +93,24 @@ class Opened:
         """The most bytes of a block that was hashed."""
         return BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
 
+    def files_of(self, items: ReadItems) -> Ints | None:
+        """Return the file that each read is of, 0 for values; None if that is not known."""
+        known = None if self.reader is None else self.reader.source.file_columns
+        rows = np.flatnonzero(items.type == LoadItemType.TENSOR.value)
+        if known is None or not len(rows):
+            return None
+        reads, files = items.take(rows), np.zeros(len(items), np.int64)
+        which = known.entry[entries_of(self.metadata, reads)[0]]
+        chunk = find_chunks(self.metadata, reads)
+        for number in distinct(which).tolist():
+            some = which == number
+            files[rows[some]] = known.columns[number][chunk[some]]
+        return files
+
 
 @attrs.frozen(eq=False)
 class Destinations:
-    """The shards that a load fills.
-
-    Attributes:
-        shards: Their memory, by the tensor's name in the state dict and the shard's offset.
-    """
+    """The shards that a load fills, by the tensor's name in the state dict and their offset."""
 
     shards: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]
 
@@ -123,13 +133,7 @@ class Destinations:
 
 @attrs.frozen
 class Outcome:
-    """What one rank read.
-
-    Attributes:
-        stats: What it took.
-        values: The non-tensor values, by name in the state dict.
-        sent, received: Bytes that went to other ranks, and came from them.
-    """
+    """What one rank read: statistics, and the non-tensor values by name in the state dict."""
 
     stats: ReadStats
     values: Mapping[str, Any]
@@ -191,7 +195,7 @@ def decode_values(sent: Mapping[str, tuple[Any, bytes]]) -> dict[str, StoredValu
 def read_shared(
     comm: Comm,
     opened: Opened,
-    plan: LoadPlan,
+    shared: SharedReads,
     into: Destinations,
     *,
     verify: bool,
@@ -205,25 +209,18 @@ def read_shared(
     this raises, and the step that it is part of fails on all ranks. ``place`` names the checkpoint
     in errors.
     """
-    attempts = _Attempts()
-    boxes = into.of(plan.items), into.of(plan.transfers.reads)
-    share = _SharedRead(comm, opened, plan, verify, sums, place, attempts, *boxes)
-    rounds = shared_rounds(
-        plan,
-        opened.metadata,
-        comm.rank,
-        round_bytes=ROUND_BYTES,
-        block_bytes=opened.block_bytes,
-        max_gap=opened.max_gap,
-    )
+    attempts, window = _Attempts(), into.of(shared.reads)
+    share = _SharedRead(comm, opened, shared, verify, sums, place, attempts, window)
+    sizes = {"block_bytes": opened.block_bytes, "max_gap": opened.max_gap}
+    rounds = shared_rounds(shared, opened.metadata, comm.rank, **sizes)
     counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
     with _leaving(comm):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
         raise attempts.error
-    items = plan.items.take(np.array(rounds.rest, np.int64))  # what no other rank needs
-    rest = share.fill(items, lambda row: share.own(rounds.rest[row]), counter)
+    items = shared.reads.take(np.array(rounds.rest, np.int64))  # what no other rank needs
+    rest = share.fill(items, lambda row: window(rounds.rest[row]), counter)
     counter.finish()
     sent, received = values.sent + rounds.sent, values.received + rounds.received
     return Outcome(sum([*moved, rest], values.stats), values.values, sent, received)
@@ -258,26 +255,21 @@ class _Attempts:
 
 @attrs.frozen(eq=False)
 class _SharedRead:
-    """One rank's part of a shared load.
-
-    ``own`` maps the row of one of the plan's own reads to the memory to fill; ``theirs`` does the
-    same for the reads of its transfers.
-    """
+    """One rank's part of a shared load; ``window`` is the memory that a row of it fills."""
 
     comm: Comm
     opened: Opened
-    plan: LoadPlan
+    shared: SharedReads
     verify: bool
     sums: BlockSums
     place: str
     attempts: _Attempts
-    own: Callable[[int], Window]
-    theirs: Callable[[int], Window]
+    window: Callable[[int], Window]
 
     def exchange_values(self) -> Outcome:
         """Read non-tensor values, send those that others need, and receive others."""
         reader, known, nothing = self.opened.reader, self.opened.values, dict[str, Any]()
-        part = value_exchange(self.plan, self.comm.rank, self.opened.value_bytes)
+        part = value_exchange(self.shared, self.comm.rank, self.opened.value_bytes)
         if reader is None or known is not None:  # one rank has read them for all
             values = self.attempts.run(lambda: self._load(known or nothing, part.wanted), nothing)
             return Outcome(ReadStats(), values)
@@ -309,25 +301,44 @@ class _SharedRead:
 
     def move_tensors(self, one: Round, progress: Progress) -> ReadStats:
         """Take part in a round: read, send and receive."""
-        incoming = [self._expect(arrival) for arrival in one.arrivals]
+        incoming, relayed = map(self._expected, (one.incoming, one.relayed))
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
             lambda: self.fill(one.reads, lambda row: Window.of(staged[row]), progress), ReadStats()
         )
-        pending: list[Pending] = []
-        for piece in one.pieces:
-            part = box_view(staged[piece.read], piece.offsets, piece.sizes)
-            view = flat_memory(part.contiguous())
-            assert view is not None
-            pending += [self.comm.send(target, view) for target in piece.targets]
-            self.attempts.run(partial(self._keep, piece, view, one.dtypes[piece.read]), None)
-        for sent in pending:
+        held = [_view_of(staged[piece.read], piece) for piece in one.pieces]
+        sending = self._sent(one, one.outgoing, held)
+        for piece, view in zip(one.pieces, held, strict=True):
+            self.attempts.run(partial(self._fill_rows, piece, view), None)
+        held += self._arrived(incoming, progress)
+        sending += self._sent(one, one.passed_on, held)
+        self._arrived(relayed, progress)
+        for sent in sending:
             sent.wait()
-        for region in incoming:
-            region.pending.wait()
-            self.attempts.run(partial(region.deliver, progress), None)
         return stats
+
+    def _sent(
+        self, one: Round, messages: Sequence[Outgoing], held: Sequence[Bytes]
+    ) -> list[Pending]:
+        """Begin to send messages, each packed once."""
+        pending = []
+        for message in messages:
+            data = _packed([held[number] for number in message.regions], one.starts(message))
+            pending += [self.comm.send(target, data) for target in message.targets]
+        return pending
+
+    def _expected(self, messages: Sequence[Incoming]) -> list[_Arriving]:
+        return [self._expect(message) for message in messages]
+
+    def _arrived(self, messages: Sequence[_Arriving], progress: Progress) -> list[Bytes]:
+        """Wait for messages, and copy what they bring to where it belongs; return their regions."""
+        regions = []
+        for arrived in messages:
+            arrived.pending.wait()
+            self.attempts.run(partial(self._deliver, arrived, progress), None)
+            regions += arrived.regions
+        return regions
 
     def fill(
         self, reads: ReadItems, dest: Callable[[int], Window], progress: Progress
@@ -338,37 +349,69 @@ class _SharedRead:
             return ReadStats()
         return reader.fill(reads, dest, verify=self.verify, sums=self.sums, progress=progress)
 
-    def _keep(self, piece: Piece, view: memoryview, dtype: str) -> None:
-        """Copy a region that is sent to where this rank needs it."""
-        for row in piece.items:
-            self.own(row).fill_all(np.frombuffer(view, np.uint8), dtype)
+    def _expect(self, message: Incoming) -> _Arriving:
+        """Make ready to receive a message: a single region into its place, if that is possible."""
+        view, (first, *more) = None, message.regions
+        if not more and len(first.rows) == 1 and self.shared.inner(first.rows[0]) is None:
+            tensor = self.window(first.rows[0]).tensor
+            if tensor is not None and same_dtype(tensor, first.dtype):
+                view = flat_memory(tensor)
+        staged = np.empty(message.starts[-1] if view is None else 0, np.uint8)
+        data = staged if view is None else np.frombuffer(view, np.uint8)
+        return _Arriving(self.comm.receive(message.source, data.data), message, data, view is None)
 
-    def _expect(self, arrival: Arrival) -> _Incoming:
-        """Make ready to receive a region, straight into its tensor where that is possible."""
-        window, staged = self.theirs(arrival.transfer), None
-        tensor = window.tensor
-        is_direct = tensor is not None and same_dtype(tensor, arrival.dtype)
-        view = flat_memory(tensor) if tensor is not None and is_direct else None
-        if view is None:
-            staged = np.empty(arrival.nbytes, np.uint8)
-            view = staged.data
-        return _Incoming(self.comm.receive(arrival.source, view), window, staged, arrival)
+    def _deliver(self, arrived: _Arriving, progress: Progress) -> None:
+        """Copy what a message brought to where it belongs, unless it came there."""
+        for region, data in zip(arrived.message.regions, arrived.regions, strict=True):
+            if arrived.is_staged:
+                self._fill_rows(region, data)
+            progress.add(region.nbytes)
+
+    def _fill_rows(self, region: Region, data: Bytes) -> None:
+        """Copy a region to where this rank needs it."""
+        for row in region.rows:
+            part = self.shared.inner(row)
+            mine = data if part is None else _part_of(data, region, part)
+            self.window(row).fill_all(mine, region.dtype)
 
 
 @attrs.frozen(eq=False)
-class _Incoming:
-    """A region that is being received, straight into a tensor or into staged memory."""
+class _Arriving:
+    """A message that is being received, into memory of its own or straight into its place."""
 
     pending: Pending
-    window: Window
-    staged: npt.NDArray[np.uint8] | None
-    arrival: Arrival
+    message: Incoming
+    data: Bytes
+    is_staged: bool
 
-    def deliver(self, progress: Progress) -> None:
-        """Copy what has come to where it belongs, unless it came there."""
-        if self.staged is not None:
-            self.window.fill_all(self.staged, self.arrival.dtype)
-        progress.add(self.arrival.nbytes)
+    @property
+    def regions(self) -> list[Bytes]:
+        """The bytes of each region."""
+        pairs = zip(self.message.regions, self.message.starts, strict=False)
+        return [self.data[start : start + region.nbytes] for region, start in pairs]
+
+
+def _part_of(data: Bytes, region: Region, part: tuple[slice, ...]) -> Bytes:
+    """Return the bytes of a part of a region."""
+    elements = data.view(f"V{itemsize(region.dtype)}").reshape(region.sizes)
+    return np.ascontiguousarray(elements[part]).reshape(-1).view(np.uint8)
+
+
+def _view_of(staged: torch.Tensor, piece: Piece) -> Bytes:
+    """Return the bytes of a piece of what was read."""
+    view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
+    assert view is not None
+    return np.frombuffer(view, np.uint8)
+
+
+def _packed(views: Sequence[Bytes], starts: Sequence[int]) -> memoryview:
+    """Return a message that holds some pieces, each from its start on."""
+    if len(views) == 1:
+        return views[0].data
+    data = np.empty(starts[-1], np.uint8)
+    for view, start in zip(views, starts, strict=False):
+        data[start : start + len(view)] = view
+    return data.data
 
 
 def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -27,23 +27,6 @@ from shardplan.planning import (
 
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
-
-__all__ = [
-    "LOG",
-    "LoadReport",
-    "Printed",
-    "RankReport",
-    "SaveReport",
-    "Stopwatch",
-    "dropped_text",
-    "logged",
-    "place_name",
-    "rank_report",
-    "sheet_of",
-    "slowest_ranks",
-    "times_text",
-    "with_trace",
-]
 
 LOG: Final = logging.getLogger("shardplan")
 """The logger of the whole package."""
@@ -89,13 +72,13 @@ def device_of(sd: Mapping[Any, Any]) -> str:
     return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
 
 
-class _Timed(Printed):
-    """A report that prints its title, its seconds and the slowest ranks."""
+class Timed(Printed):
+    """A report that prints its title, its seconds, its notes, and the slowest ranks."""
 
     _verb: ClassVar[str]
     seconds: Mapping[str, float]
-    slowest: Mapping[str, tuple[int, float]]
-    phase_bytes: Mapping[str, int]
+    slowest: Mapping[str, tuple[int, float]] = MappingProxyType({})
+    phase_bytes: Mapping[str, int] = MappingProxyType({})
     dropped: tuple[str, ...]
     trace: PlannerTrace | None
 
@@ -103,24 +86,34 @@ class _Timed(Printed):
     def _title(self) -> str:
         raise NotImplementedError
 
+    @property
+    def _notes(self) -> list[str]:
+        text = f"not {self._verb}, as the planner drops them: {listed(self.dropped, quote='')}"
+        return [text] if self.dropped else []
+
     def __repr__(self) -> str:
-        lines = [f"{self._title}; {times_text(self.seconds)}"]
-        lines += dropped_text(self.dropped, self._verb)
+        times = ", ".join(f"{phase} {time:.3f} s" for phase, time in self.seconds.items())
+        lines = [f"{self._title}; {times}", *self._notes]
         if self.slowest:
             ranks = (f"{p} rank {rank} ({time:.3f} s)" for p, (rank, time) in self.slowest.items())
             lines.append(f"slowest: {', '.join(ranks)}")
-        lines += [repr(self.trace)] if self.trace else []
-        return "\n".join(lines)
+        return "\n".join([*lines, repr(self.trace)] if self.trace else lines)
 
     @property
     def _sheet(self) -> Sheet:
-        notes = dropped_text(self.dropped, self._verb)
-        sheet = sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes)
-        return with_trace(sheet, self.trace)
+        head = ("phase", "here", "bytes", *(("slowest rank", "there") if self.slowest else ()))
+        rows = []
+        for phase, mine in self.seconds.items():
+            rank, longest = self.slowest.get(phase, ("", mine))
+            there = (rank, human_seconds(longest)) if self.slowest else ()
+            moved = human_bytes(self.phase_bytes[phase]) if phase in self.phase_bytes else ""
+            rows.append((phase, human_seconds(mine), moved, *there))
+        tables = self.trace.tables if self.trace else ()
+        return Sheet(self._title, [Table(head, rows), *tables], self._notes)
 
 
 @attrs.frozen(repr=False)
-class SaveReport(_Timed):
+class SaveReport(Timed):
     """What a save did.
 
     Attributes:
@@ -161,7 +154,7 @@ class SaveReport(_Timed):
 
 
 @attrs.frozen(repr=False)
-class LoadReport(_Timed):
+class LoadReport(Timed):
     """What a load did, and how the state dict and the checkpoint agree.
 
     Attributes:
@@ -239,12 +232,6 @@ def place_name(place: object) -> str:
     return str(getattr(place, "url", f"a {type(place).__name__}"))
 
 
-def dropped_text(names: Sequence[str], verb: str) -> list[str]:
-    """Return a line about what a planner left out, if anything."""
-    text = f"not {verb}, as the planner drops them: {listed(names, quote='')}"
-    return [text] if names else []
-
-
 def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
     """Log a report's first line and its warnings, and return it.
 
@@ -271,34 +258,6 @@ def slowest_ranks(ranks: Sequence[RankReport]) -> dict[str, tuple[int, float]]:
         for phase, seconds in report.seconds.items():
             pairs.setdefault(phase, []).append((report.rank, seconds))
     return {p: max(pair, key=lambda pair: pair[1]) for p, pair in pairs.items() if p != "wait"}
-
-
-def sheet_of(
-    title: str,
-    seconds: Mapping[str, float],
-    slowest: Mapping[str, tuple[int, float]] = MappingProxyType({}),
-    notes: Iterable[str] = (),
-    nbytes: Mapping[str, int] = MappingProxyType({}),
-) -> Sheet:
-    """Lay out a report: phases, and the slowest rank of each."""
-    head = ("phase", "here", "bytes", *(("slowest rank", "there") if slowest else ()))
-    rows = []
-    for phase, mine in seconds.items():
-        rank, longest = slowest.get(phase, ("", mine))
-        there = (rank, human_seconds(longest)) if slowest else ()
-        moved = human_bytes(nbytes[phase]) if phase in nbytes else ""
-        rows.append((phase, human_seconds(mine), moved, *there))
-    return Sheet(title, [Table(head, rows)], notes)
-
-
-def with_trace(sheet: Sheet, trace: PlannerTrace | None) -> Sheet:
-    """Return a report with the tables of a trace below its own."""
-    return attrs.evolve(sheet, tables=(*sheet.tables, *(trace.tables if trace else ())))
-
-
-def times_text(seconds: Mapping[str, float]) -> str:
-    """Format seconds by phase."""
-    return ", ".join(f"{phase} {time:.3f} s" for phase, time in seconds.items())
 
 
 class Stopwatch:

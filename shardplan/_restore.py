@@ -67,10 +67,9 @@ def restore(
     Args:
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
-            a shape and a dtype; other leaves stand for non-tensor values. A DTensor stands for one
-            on the same mesh, and this rank reads its own part; an object with ``state_dict()`` and
-            ``load_state_dict()`` stands for its state, and is not changed. Everything that was
-            saved if left out.
+            a shape and a dtype; other leaves stand for non-tensor values. Of a DTensor, this rank
+            reads its own part; an object with ``state_dict()`` stands for its state. Everything
+            that was saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
         planner: A pass, or a list of them, that maps the state dict to this checkpoint, as for
             `load`. Without a ``target``, each pass must have an inverse.
@@ -78,8 +77,7 @@ def restore(
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
         format: What wrote the checkpoint; detected if left out.
         verify: Whether to check what is read whole against its checksums.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            more and more bytes of this process's tensors done, and all of them in the end. What
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time. What
             it raises stops the load.
         pool: The threads and the memory budget to use.
 

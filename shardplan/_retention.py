@@ -34,20 +34,15 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     """Return the newest checkpoint below a folder that is whole, by the time it was made.
 
     Whole means that its manifest can be read and every file it names is there in its full size.
-
-    Checkpoints of torch.distributed.checkpoint count as well, by the time at which their
-    `.metadata` was written. Those of Hugging Face and files of `torch.save` do not: among the
-    steps of a run they are what it started from, or what was made of it.
+    Checkpoints of torch.distributed.checkpoint count by the time of their `.metadata`; those of
+    Hugging Face and files of `torch.save` do not count.
 
     Args:
-        path: A folder that holds checkpoints, one folder each. Folders that may not be looked into
-            are passed over.
+        path: A folder that holds checkpoints, one folder each; unreadable folders are skipped.
 
     Returns:
-        What opens the checkpoint: for a path, ``path`` and the folder in it; for a store, a store,
-        with the same options. None if there is none, as before the first save of a run, when not
-        even the folder may be there. Of checkpoints made at the same time, that of the last name,
-        numbers counted as such: ``step-10`` comes after ``step-9``.
+        A path, or a store if ``path`` is one; None if there is no checkpoint, or no folder yet. Of
+        checkpoints made at the same time, the last by name: ``step-10`` comes after ``step-9``.
 
     >>> import tempfile, torch
     >>> from shardplan import save
@@ -67,9 +62,9 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     if not dated and made(store) is not None:
         raise ValueError(f"{store.url} is a checkpoint; latest takes the folder that holds several")
     for entry in reversed(by_age(RunEntry(name, step.when) for name, step in dated.items())):
-        name = entry.name
-        if is_whole(_within(store, name), dated[name].format):
-            return store.folder(name) if store is path else f"{store.url.rstrip('/')}/{name}"
+        if is_whole(_within(store, entry.name), dated[entry.name].format):
+            folder = store.folder(entry.name)
+            return folder if store is path else f"{store.url.rstrip('/')}/{entry.name}"
     return None
 
 
@@ -82,13 +77,11 @@ class PruneReport(Printed):
         kept: Whole checkpoints that stay, the newest last.
         damaged: Checkpoints that are not whole; they are left alone.
         leftovers: Files of killed saves that were removed.
-        spared: Files that look like those of a killed save, but are too young to be sure of it.
-        replaced: Checkpoints that were to go, and stay, since another save has taken their place
-            meanwhile.
+        spared: Files that look like those of a killed save, but are too young to be sure.
+        replaced: Checkpoints that stay since another save has overwritten them meanwhile.
         ignored: Checkpoints of other formats, which are left alone.
-        denied: Folders that may not be looked into.
-        checked: How those that are kept were checked: all their ``bytes``, or only the presence
-            and ``sizes`` of their files, as where nothing was to go.
+        denied: Folders that may not be read.
+        checked: How those that are kept were checked: all ``bytes``, or only ``sizes`` of files.
         files: How many files were removed.
         nbytes: How many bytes these had.
         dry_run: Whether nothing was removed, and all of this is what would be.
@@ -138,29 +131,22 @@ def prune(
 ) -> PruneReport:
     """Remove all but the newest checkpoints, and what killed saves left behind.
 
-    Only whole checkpoints count. Before any is removed, every byte of those that stay is checked:
-    a damaged one is never removed, and never kept in the place of a sound one. Where none is to be
-    removed, that is not needed, and presence and sizes are all that is looked at.
+    Only whole checkpoints of our own format count; others are left alone and listed. Before any is
+    removed, every byte of those that stay is checked: a damaged one is never removed, and never
+    kept in the place of a sound one.
 
-    Only checkpoints of our own format go. Others do not say when they were made, and times of
-    files change when they are copied: they are left alone, and listed.
-
-    A checkpoint that another save has overwritten since it was looked at stays. On a disk that
-    knows locks, the last look and its removal are one step. Object stores cannot look and delete
-    at once: a save that overwrites a checkpoint there between the two, which are a request apart,
-    is lost, so do not overwrite what is about to be pruned. The files of a save that is not
-    committed yet, and of a checkpoint that is being copied, look just like leftovers: so young
-    ones are spared, together with all other files of the same save. Parts of files that a killed
-    process was sending to an object store are seen by the service alone; see `ObjectStore`.
+    A checkpoint that another save has overwritten meanwhile stays. On a disk that knows locks, the
+    last look and the removal are one step; object stores cannot do that, so do not overwrite there
+    what is about to be pruned. Files of a save under way look like those of a killed one: young
+    ones are spared, with all other files of the same save.
 
     Args:
         path: A folder that holds checkpoints, one folder each; or a checkpoint, to remove only its
             leftovers.
         keep_last: How many checkpoints stay.
-        min_age: For how many seconds no file of a killed save must have been written before they
-            are removed. Make it longer than any file takes; 0 only if no save can be under way.
-        verify: Whether every byte of those that stay is checked; else, only whether all files are
-            there in their full sizes.
+        min_age: Seconds since the last file of a killed save was written, before its files are
+            removed. Make it longer than any file takes; 0 only if no save can be under way.
+        verify: Whether every byte of those that stay is checked; else, only the sizes of files.
         dry_run: Whether to remove nothing, and only report what would be.
         progress: Called as ``progress(done_bytes, total_bytes)`` of the bytes to be checked. The
             total grows if a checkpoint proves to be damaged, and another is checked in its place.
@@ -199,27 +185,28 @@ def prune(
     states = {name: found[name].state for name in inner} | unsound
     for name in doomed:
         states[name] = "removed" if dry_run else _remove(store, name, found[name].save_id)
-
-    def are(state: _State) -> tuple[str, ...]:
-        return tuple(name for name in inner if states[name] == state)
-
-    removed, (old, spared) = are("removed"), _leftovers(found, min_age)
+    old, spared = _leftovers(found, min_age)
     if old and not dry_run:
         LOG.info("removing %d files of killed saves in %s", len(old), store.url)
         store.delete([entry.name for entry in old])
+
+    def of(state: _State, names: Sequence[str] = inner) -> tuple[str, ...]:
+        return tuple(name for name in names if states[name] == state)
+
+    gone = [found[name] for name in of("removed")]
     report = PruneReport(
-        tuple(name for name in doomed if name in removed),
-        kept,
-        are("damaged"),
-        tuple(entry.name for entry in old),
-        tuple(entry.name for entry in spared),
-        tuple(name for name in doomed if states[name] == "replaced"),
-        (*are("foreign"), *_single_files(store, loose)),
-        are("denied"),
-        "bytes" if check_all else "sizes",
-        sum(found[name].files for name in removed) + len(old),
-        sum(found[name].nbytes for name in removed) + sum(entry.size for entry in old),
-        dry_run,
+        removed=of("removed", doomed),
+        kept=kept,
+        damaged=of("damaged"),
+        leftovers=tuple(entry.name for entry in old),
+        spared=tuple(entry.name for entry in spared),
+        replaced=of("replaced", doomed),
+        ignored=(*of("foreign"), *_single_files(store, loose)),
+        denied=of("denied"),
+        checked="bytes" if check_all else "sizes",
+        files=sum(one.files for one in gone) + len(old),
+        nbytes=sum(one.nbytes for one in gone) + sum(entry.size for entry in old),
+        dry_run=dry_run,
     )
     return logged(report, store)
 
@@ -230,17 +217,13 @@ _State = Literal["none", "whole", "damaged", "foreign", "denied", "gone", "remov
 
 @attrs.frozen
 class _Look:
-    """What was found in a folder: a checkpoint, and ``strays`` of killed saves.
-
-    ``created`` and ``save_id`` are those of a checkpoint of ours; ``files`` and ``nbytes`` count
-    its manifest, too.
-    """
+    """What was found in a folder: a checkpoint of ours, and ``strays`` of killed saves."""
 
     state: _State
     strays: tuple[Entry, ...] = ()
     created: float | None = None
     save_id: str | None = None
-    files: int = 0
+    files: int = 0  # with the manifest
     nbytes: int = 0
 
 
@@ -351,14 +334,10 @@ def _look(store: Store) -> _Look:
     sizes = {entry.name: entry.size for entry in listed}
     saved = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
     whole = all(sizes.get(name) == size for name, size in saved) or is_whole(store, "safetensors")
-    return _Look(
-        "whole" if whole else "damaged",
-        left,
-        manifest.created,
-        manifest.save_id,
-        len(manifest.files) + 1,
-        int(manifest.files.sizes.sum()) + len(data),
-    )
+    nbytes = int(manifest.files.sizes.sum()) + len(data)
+    state: _State = "whole" if whole else "damaged"
+    files = len(manifest.files) + 1
+    return _Look(state, left, manifest.created, manifest.save_id, files, nbytes)
 
 
 @attrs.frozen

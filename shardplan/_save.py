@@ -1,8 +1,4 @@
-"""Save a state dict, on one rank or on many.
-
-`save_state` takes the four steps of torch's `_save_state_dict`: the local plan of each rank and the
-global plan (`agree`), the write on each rank, and the commit on the coordinator.
-"""
+"""Save a state dict, on one rank or on many, in the four steps of torch's `_save_state_dict`."""
 
 from __future__ import annotations
 
@@ -26,8 +22,6 @@ from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
-__all__ = ["SaveOptions", "Target", "save", "save_state", "surely_failed"]
-
 
 def save(
     state_dict: State,
@@ -46,9 +40,9 @@ def save(
 ) -> SaveReport:
     """Save a state dict as a checkpoint, which appears complete or not at all.
 
-    On many ranks, every rank calls this with its part. Ranks write in parallel what the common plan
-    assigns to them, each replica once; when all have written, one rank commits. If any rank fails,
-    all raise the same `CheckpointError`, and an earlier checkpoint stays as it was.
+    On many ranks, every rank calls this with its part, and writes what the common plan assigns to
+    it; each replica is written once. If any rank fails, all raise the same `CheckpointError`, and
+    an earlier checkpoint stays as it was.
 
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
@@ -62,9 +56,8 @@ def save(
             `shardplan.planning.passes.base`.
         format: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format registered with
             `shardplan.io.formats.register_format`.
-        extra_files: For ``"hf"``: files that belong beside the tensors, so that
-            ``AutoModel.from_pretrained`` loads the folder. Either a folder whose ``config.json``,
-            generation config and tokenizer are copied, or paths or bytes by name.
+        extra_files: For ``"hf"``: files to put beside the tensors, by name, as paths or bytes; or
+            a folder whose ``config.json``, generation config and tokenizer are copied.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun unless you pass ``comm=solo()``).
         overwrite: Whether an existing checkpoint may be replaced. It can be loaded until the new
@@ -76,9 +69,8 @@ def save(
             this process writes its tensors. An exception from it stops the save.
         pool: The threads and the memory budget to use.
         cache: Plans of earlier saves; by default those of this process.
-        trace: Whether to report what each pass of ``planner`` does, as `show` prints it. A rank
-            reports the passes that it runs: those over its own plan, and, on the coordinator, those
-            over the plans of all ranks. The plans of earlier saves are not used.
+        trace: Whether to report what each pass of ``planner`` does, as `show` prints it: on each
+            rank those that it runs. The plans of earlier saves are not used.
 
     Returns:
         What was written, what the planner left out, and how long it took, by phase and by rank.
@@ -269,7 +261,9 @@ class _AgreedSave:
             job = self._commit_job([part.report for part in parts])
             leftovers = self.target.writer.commit(job)
         reports = [RankReport(*fields) for _, fields in written]
-        reports[self.comm.rank] = self._rank_report(parts[self.comm.rank])  # with the commit
+        seconds, nbytes = dict(self.watch.seconds), dict(self.watch.nbytes)  # with the commit
+        own = attrs.evolve(reports[self.comm.rank], seconds=seconds, phase_bytes=nbytes)
+        reports[self.comm.rank] = own
         total = _Total(
             sum(part.files for part in parts),
             sum(part.nbytes for part in parts),

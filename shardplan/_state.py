@@ -1,9 +1,4 @@
-"""Values that can be saved: state dicts, objects that keep their own state, state of single ranks.
-
-`expand` replaces objects with ``state_dict()`` by their state, and `part` stores the state of a
-`PerRank` under the rank's own key; `unpart` and `give_back` undo both after a load. `with_others`
-and `by_name` collect everything in a state dict that cannot be saved.
-"""
+"""State dicts, objects that keep their own state, and state of single ranks."""
 
 from __future__ import annotations
 
@@ -32,24 +27,6 @@ from shardplan.planning import (
 )
 
 from ._comm import Place
-
-__all__ = [
-    "REFUSALS",
-    "Parted",
-    "PerRank",
-    "State",
-    "Stateful",
-    "by_name",
-    "expand",
-    "give_back",
-    "is_stateful",
-    "part",
-    "parted",
-    "per_rank_names",
-    "unpart",
-    "with_others",
-]
-
 
 # Objects that keep their own state: models, optimizers, schedulers, data loaders
 

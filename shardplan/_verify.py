@@ -109,18 +109,15 @@ def verify(
     """Check every byte of a checkpoint: the manifest, the headers, and each chunk's checksum.
 
     Of other tools' checkpoints, all is checked that can be: the CRC-32 of every record of DCP and
-    `torch.save`, which torch itself never looks at; headers and sizes of safetensors files, which
-    have no checksums. The report's ``notes`` say what could not be checked.
+    `torch.save`; headers and sizes of safetensors files. ``notes`` say what could not be checked.
 
-    It does not stop at the first fault, and does not raise for any: print what it returns. Data is
-    streamed through small buffers, so that checkpoints of any size can be checked anywhere. If the
+    It does not stop at the first fault, and raises for none: print what it returns. If the
     checkpoint is overwritten meanwhile, the new one is checked, from the start.
 
     Args:
         path: The checkpoint, of any format.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes done and all of them in the end; it starts at 0 again if the checkpoint
-            was overwritten. What it raises stops the check.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time; it
+            starts at 0 again if the checkpoint was overwritten. What it raises stops the check.
         pool: The threads and the memory budget to use.
 
     Returns:

@@ -1,9 +1,7 @@
 """The demo: train on four ranks, save, inspect, load on fewer ranks, convert, damage, verify.
 
-Run it with ``make demo`` or ``shardplan demo``. Four processes train a small transformer (FSDP2 ×
-TP), save, load again and continue. Then two of them load the same checkpoint and continue (FSDP2
-alone), and then one of them (no sharding). Each time rank 0 writes a file of results: losses, a
-checksum of every tensor, and durations, with shardplan and with torch.
+Each training job of `run_rank` writes a file of results: losses, a checksum of every tensor, and
+durations, with shardplan and with torch.
 """
 
 from __future__ import annotations
@@ -15,13 +13,12 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import shardplan
-from shardplan.planning import counted, human_bytes, human_seconds, named_extras
+from shardplan.planning import counted, human_seconds, named_extras
 
 from . import planning as sp
 
@@ -33,18 +30,16 @@ with named_extras("the demo", with_torch=True):
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import parallel as tp
     from torch.nn import functional
 
     from shardplan.cli.app import app
     from shardplan.cli.screen import show, table, waiting
 
-__all__ = ["Demo"]
-
 MADE = ".made-by-shardplan-demo"
 RANKS = 4
-SHOWN = "model.layers.0.up.weight"
+SHOWN = "model.layers.0.linear1.weight"
 STEPS, MORE = 3, 2  # of training, before and after the save
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 2048, 256, 8, 4, 32, 8
 T = TypeVar("T")
@@ -74,7 +69,6 @@ class Demo:
         start = time.perf_counter()
         self.train()
         self.look()
-        self.load_elsewhere()
         self.convert()
         self.damage()
         self.plan_at_scale()
@@ -112,15 +106,21 @@ class Demo:
         return results
 
     def train(self) -> None:
-        """Train on four local processes, and save."""
-        self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
+        """Train on four local processes and save; load on two ranks and on one, and train on."""
+        self.say("1. Train a small transformer on 4 ranks (FSDP2 × TP), save, load on 4, 2 and 1")
         with waiting(f"{RANKS} ranks are at work"):
             run_processes(run_rank, self.folder)
-        job = self.results(RANKS)
-        show(f"  losses of the first {STEPS} steps: {_listed(job['before'])}")
-        same = job["losses"] == job["resumed"]
+        saved = self.results(RANKS)
+        same = saved["losses"] == saved["resumed"]
         self.check("4 ranks: loaded again, the next losses are the same to the last bit", same)
-        show(f"      {_listed(job['resumed'])}")
+        for ranks in (2, 1):
+            job, who = self.results(ranks), counted(ranks, "rank")
+            what = f"{len(job['checksums'])} tensors, model and optimizer, equal in every bit"
+            self.check(f"{who}: {what}", job["checksums"] == saved["checksums"])
+            pairs = zip(job["losses"], saved["losses"], strict=True)
+            near = all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
+            self.check(f"{who}: the next losses are the same", near)
+            show(f"      {', '.join(f'{loss:.6f}' for loss in job['losses'])}")
 
     def look(self) -> None:
         """Show what was saved, and plan a load on 3 ranks, as tables and as pictures."""
@@ -131,33 +131,18 @@ class Demo:
         picture.write_text(str(sp.draw_tiling(shardplan.open_checkpoint(step).metadata, SHOWN)))
         show(f"wrote {picture}")
 
-    def load_elsewhere(self) -> None:
-        """Compare what two ranks and one rank loaded, and how they continued training."""
-        self.say("3. Load it on 2 ranks (FSDP2) and on 1 (no sharding), and train on")
-        saved = self.results(RANKS)
-        for ranks in (2, 1):
-            job, who = self.results(ranks), counted(ranks, "rank")
-            what = f"{len(job['checksums'])} tensors, model and optimizer, equal in every bit"
-            self.check(f"{who}: {what}", job["checksums"] == saved["checksums"])
-            pairs = zip(job["losses"], saved["losses"], strict=True)
-            near = all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
-            self.check(f"{who}: the next losses are the same", near)
-            show(f"      {_listed(job['losses'])}")
-
     def convert(self) -> None:
         """Convert to the formats of other tools, and read the results with those tools."""
         from safetensors.torch import load_file
 
-        self.say("4. Convert it: to Hugging Face's format and to a file of torch.save")
+        self.say("3. Convert it: to Hugging Face's format and to a file of torch.save")
         step, hf, file = (self.folder / name for name in ("step", "hf", "step.pt"))
         planner = sp.chain(sp.select("model.*"), sp.rename(lambda k: k.removeprefix("model.")))
-        for what, into, options in (
-            ("convert to Hugging Face", hf, {"format": "hf", "planner": planner}),
-            ("convert to torch.save", file, {"format": "torch"}),
-        ):
-            report = self.timed(what, partial(shardplan.convert, step, into, **options))
-            size = f"{human_bytes(report.bytes_written)} in {human_seconds(self.seconds[what])}"
-            show(f"  {what}: {report.tensors} tensors, {size}")
+        self.timed(
+            "convert to Hugging Face",
+            lambda: shardplan.convert(step, hf, format="hf", planner=planner),
+        )
+        self.timed("convert to torch.save", lambda: shardplan.dcp_to_torch_save(step, file))
         expected, name = shardplan.open_checkpoint(step)[SHOWN].read(), SHOWN[len("model.") :]
         theirs = load_file(hf / "model.safetensors")[name]
         nested = torch.load(file, weights_only=True)["model"][name]
@@ -166,7 +151,7 @@ class Demo:
 
     def damage(self) -> None:
         """Flip one bit of a copy, and verify both."""
-        self.say("5. Verify it; then flip one bit of a copy")
+        self.say("4. Verify it; then flip one bit of a copy")
         good, bad = self.folder / "step", self.folder / "damaged"
         shutil.copytree(good, bad)
         file = max(bad.glob("*.safetensors"), key=lambda path: path.stat().st_size)
@@ -187,12 +172,12 @@ class Demo:
             )
             return sp.explain(sp.world_metadata(saved), wanted)
 
-        self.say("6. Planning needs no ranks: 405B with Adam, saved on 16,384, loaded on 12,288")
+        self.say("5. Planning needs no ranks: 405B with Adam, saved on 16,384, loaded on 12,288")
         show(str(self.timed("plan 405B, 16,384 to 12,288 ranks", reshard)))
 
     def compare(self) -> None:
         """Show the durations next to torch's."""
-        self.say("7. How long each took, beside torch.distributed.checkpoint")
+        self.say("6. How long each took, beside torch.distributed.checkpoint")
         for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1)):
             for word in ("", " torch"):
                 seconds = self.results(ranks)["seconds"][name + word]
@@ -218,34 +203,7 @@ def run_processes(work: Callable[[int, Path], None], folder: Path) -> None:
             process.kill()
 
 
-def _listed(losses: Sequence[float]) -> str:
-    return ", ".join(f"{loss:.6f}" for loss in losses)
-
-
 # One of the four ranks
-
-
-class Block(nn.Module):
-    """Attention, then a feed-forward layer, each with a residual connection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.feed_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to a batch of sequences."""
-        normed = self.norm(x)
-        query, key, value = (
-            project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
-        fed: Tensor = self.down(functional.gelu(self.up(self.feed_norm(x))))
-        return x + fed
 
 
 class Transformer(nn.Module):
@@ -254,16 +212,18 @@ class Transformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
+        shape: dict[str, Any] = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, **shape) for _ in range(LAYERS)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return a score for each next token."""
-        x = self.embed(tokens)
+        mask, x = nn.Transformer.generate_square_subsequent_mask(LENGTH), self.embed(tokens)
         for layer in self.layers:
-            x = layer(x)
-        scores: Tensor = self.head(self.norm(x))
+            x = layer(x, src_mask=mask, is_causal=True)
+        scores: Tensor = self.head(x)
         return scores
 
 
@@ -272,17 +232,17 @@ class Training:
 
     def __init__(self, ranks: int) -> None:
         torch.manual_seed(0)
-        self.model, self.part, self.parts = Transformer(), 0, 1
+        self.model, self.part, self.parts, self.done = Transformer(), 0, 1, 0
         if ranks > 1:
             shape = (2, 2) if ranks == RANKS else (ranks, 1)
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-            if shape[1] > 1:
-                tp.parallelize_module(self.model, mesh["tp"], _tensor_parallel())
+            styles = {"linear1": tp.ColwiseParallel(), "linear2": tp.RowwiseParallel()}
+            for layer in self.model.layers if shape[1] > 1 else ():
+                tp.parallelize_module(layer, mesh["tp"], styles)
             for module in (*self.model.layers, self.model):
                 fully_shard(module, mesh=mesh["dp"])
             self.part, self.parts = mesh["dp"].get_local_rank(), shape[0]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.done = 0
 
     def steps(self, count: int) -> list[float]:
         """Train some steps, and return the loss of each over all ranks."""
@@ -307,27 +267,9 @@ class Training:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from a loaded state."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **states)
         self.done = state["step"]
-
-
-def _tensor_parallel() -> dict[str, tp.ParallelStyle]:
-    """Return how each module is cut by tensor parallelism."""
-    style: dict[str, tp.ParallelStyle] = {
-        "embed": tp.RowwiseParallel(input_layouts=Replicate()),
-        "head": tp.ColwiseParallel(output_layouts=Replicate()),
-    }
-    for layer in range(LAYERS):
-        for name in ("query", "key", "value", "up"):
-            style[f"layers.{layer}.{name}"] = tp.ColwiseParallel()
-        for name in ("out", "down"):
-            style[f"layers.{layer}.{name}"] = tp.RowwiseParallel()
-    return style
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -355,54 +297,43 @@ def checksums(state: dict[str, Any]) -> dict[str, str]:
 
 def timed(work: Callable[[], Any]) -> float:
     """Return the seconds until all ranks have finished the second call of a function."""
+    barrier = dist.barrier if dist.is_initialized() else lambda: None
     start = 0.0
     for _ in range(2):  # the first call warms up
-        if dist.is_initialized():
-            dist.barrier()
+        barrier()
         start = time.perf_counter()
         work()
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
     return time.perf_counter() - start
-
-
-def save_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Save a state with shardplan, then with torch; return the seconds of each."""
-    step, theirs = folder / "step", folder / "torch"
-    writer = FileSystemWriter(theirs, overwrite=True)
-    return {
-        "save": timed(lambda: shardplan.save(state, step, overwrite=True)),
-        "save torch": timed(lambda: state_dict_saver.save(state, storage_writer=writer)),
-    }
-
-
-def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Load a state with torch, then with shardplan; return the seconds of each."""
-    theirs = timed(lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch"))
-    for tensor in tensors(state).values():
-        tensor.zero_()  # so that nothing of torch's is left
-    return {"load torch": theirs, "load": timed(lambda: shardplan.load(state, folder / "step"))}
 
 
 def save_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
     """Train, save with shardplan and with torch, continue; then load, and continue again."""
-    before = training.steps(STEPS)
-    state = training.state()
-    results = {"before": before, "checksums": checksums(state)}
-    seconds = save_both(state, folder)
+    training.steps(STEPS)
+    state, step = training.state(), folder / "step"
+    writer = FileSystemWriter(folder / "torch", overwrite=True)
+    sums = checksums(state)
+    seconds = {
+        "save": timed(lambda: shardplan.save(state, step, overwrite=True)),
+        "save torch": timed(lambda: state_dict_saver.save(state, storage_writer=writer)),
+    }
     losses = training.steps(MORE)
     fresh = load_and_go_on(Training(RANKS), folder)
     seconds |= fresh["seconds"]
-    return results | {"seconds": seconds, "losses": losses, "resumed": fresh["losses"]}
+    return {"checksums": sums, "seconds": seconds, "losses": losses, "resumed": fresh["losses"]}
 
 
 def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
     """Load what was saved, perhaps by another number of ranks, and continue."""
     state = training.state()
-    seconds = load_both(state, folder)
-    results = {"seconds": seconds, "checksums": checksums(state)}
+    theirs = timed(lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch"))
+    for tensor in tensors(state).values():
+        tensor.zero_()  # so that nothing of torch's is left
+    ours = timed(lambda: shardplan.load(state, folder / "step"))
+    sums = checksums(state)
     training.resume(state)
-    return results | {"losses": training.steps(MORE)}
+    seconds = {"load torch": theirs, "load": ours}
+    return {"checksums": sums, "seconds": seconds, "losses": training.steps(MORE)}
 
 
 def run_rank(rank: int, folder: Path) -> None:

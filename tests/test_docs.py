@@ -14,10 +14,14 @@ from shardplan.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# `make integrations` runs the examples of the first, and test_format_page.py the reader of the
+# second; the third names tests.
+ELSEWHERE = {"integrations.md", "format.md", "guarantees.md"}
+EXECUTED = [page for page in PAGES if page.name not in ELSEWHERE]
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_the_examples_of_a_page_print_what_they_say(page):
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS)
     assert failed == 0
@@ -25,8 +29,15 @@ def test_the_examples_of_a_page_print_what_they_say(page):
 
 def test_the_pages_have_examples():
     parser = doctest.DocTestParser()
-    for page in PAGES:
+    for page in EXECUTED:
         assert parser.get_examples(page.read_text()), page
+
+
+def test_the_tests_that_the_page_of_guarantees_names_exist():
+    named = re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text())
+    text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 15
+    assert [name for name in named if f"def {name}(" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

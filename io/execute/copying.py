@@ -73,28 +73,18 @@ class Stretch:
 
 @attrs.frozen(eq=False)
 class Made:
-    """Some megabytes that do not lie anywhere yet.
+    """Some megabytes that do not lie anywhere yet."""
 
-    Attributes:
-        nbytes: How many bytes they are.
-        make: Returns them.
-    """
-
-    nbytes: int
-    make: Callable[[], memoryview]
+    nbytes: int  # how many bytes they are
+    make: Callable[[], memoryview]  # returns them
 
 
 @attrs.frozen(eq=False)
 class Block:
-    """Some megabytes to write.
+    """Some megabytes to write."""
 
-    Attributes:
-        parts: Where they lie, in order.
-        done: Called when they were read.
-    """
-
-    parts: Sequence[memoryview | Stretch | Made]
-    done: Callable[[], object] = lambda: None
+    parts: Sequence[memoryview | Stretch | Made]  # where they lie, in order
+    done: Callable[[], object] = lambda: None  # called when they were read
 
     @property
     def nbytes(self) -> int:
@@ -122,17 +112,11 @@ class Content:
 
 @attrs.frozen(eq=False)
 class Seal:
-    """Bytes that depend on the checksums of records before them.
+    """Bytes that depend on the checksums of records before them."""
 
-    Attributes:
-        nbytes: How many they are.
-        records: The numbers of those records.
-        make: Given the CRC-32 of each, returns the bytes.
-    """
-
-    nbytes: int
-    records: Sequence[int]
-    make: Callable[[Sequence[int]], bytes]
+    nbytes: int  # how many they are
+    records: Sequence[int]  # the numbers of those records
+    make: Callable[[Sequence[int]], bytes]  # given the CRC-32 of each, returns the bytes
 
     def view(self, sums: Mapping[int, int]) -> memoryview:
         """Return the bytes, given the CRC-32 of each record; that of an empty one may be left out.

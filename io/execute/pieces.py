@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -21,6 +21,7 @@ from shardplan.planning import (
     kind_of,
     shard_finder,
 )
+from shardplan.planning.columns import row_tuples
 from shardplan.planning.geometry import Cut
 from shardplan.planning.storage import BLOCK_BYTES, boxes_of, cut_within, reads_of
 
@@ -90,7 +91,7 @@ class Kept:
     value: Any
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Origin:
     """A box of a chunk, and what its elements are.
 
@@ -108,7 +109,7 @@ class Origin:
         origin, sizes = (0,) * tensor.ndim, tuple(tensor.shape)
         return cls(tensor, Cut(origin, sizes, None, origin, sizes))
 
-    @cached_property
+    @property
     def window(self) -> Window | None:
         """The memory of the box; None if its elements are somewhere else."""
         if not isinstance(self.source, torch.Tensor):
@@ -164,25 +165,15 @@ class Origin:
 
 @attrs.frozen(eq=False)
 class Piece:
-    """One chunk to write.
+    """One chunk to write."""
 
-    Attributes:
-        name: Its tensor's name in the checkpoint.
-        dtype: What to store it as.
-        offsets: Where it starts in its tensor.
-        shape: Its sizes.
-        size: The tensor's global shape.
-        origins: What it is made of; together they hold each element once.
-        progress: Gets its bytes as they are written.
-    """
-
-    name: str
-    dtype: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    progress: Progress | None = None
+    name: str  # its tensor's name in the checkpoint
+    dtype: str  # what to store it as
+    offsets: tuple[int, ...]  # where it starts in its tensor
+    shape: tuple[int, ...]  # its sizes
+    size: tuple[int, ...]  # the tensor's global shape
+    origins: tuple[Origin, ...]  # what it is made of; together they hold each element once
+    progress: Progress | None = None  # gets its bytes as they are written
 
     @property
     def nbytes(self) -> int:
@@ -200,6 +191,11 @@ class Piece:
 
         They are those of tensor memory itself where these can be had without a copy.
         """
+        if self.nbytes <= block_bytes and (whole := self.lying) is not None:
+            check_stopped()
+            yield whole
+            self._report(len(whole))
+            return
         if not self.nbytes:
             yield memoryview(b"")
             return
@@ -208,6 +204,15 @@ class Piece:
             view = self._make(offsets, sizes)
             yield view
             self._report(len(view))
+
+    @property
+    def lying(self) -> memoryview | None:
+        """Its bytes, if they are those of a whole tensor as it is; None if they may not be."""
+        (origin, *others), tensor = self.origins, self.origins[0].source
+        if others or origin.where.axes is not None or not isinstance(tensor, torch.Tensor):
+            return None
+        is_same = tensor.shape == self.shape and same_dtype(tensor, self.dtype)
+        return flat_memory(tensor) if is_same else None
 
     def made_blocks(self) -> list[Block]:
         """Return its blocks, to be made as they are written."""
@@ -327,14 +332,19 @@ def collect(
     """
     items = plan.items
     catalog, at, frame = items.catalog, items.row.tolist(), items.frame
-    offsets, sizes, starts = (a.tolist() for a in (items.offsets, items.sizes, items.shard_offsets))
-    box_offsets, box_sizes = items.box_offsets.tolist(), items.box_sizes.tolist()
+    ndim = catalog.ndim[items.row]
+    axes = ndim if frame is None else frame.ndim
+    offsets, sizes = row_tuples(items.offsets, ndim), row_tuples(items.sizes, ndim)
+    starts, boxes = row_tuples(items.shard_offsets, axes), row_tuples(items.box_sizes, axes)
+    width = min(items.box_offsets.shape[1], items.shard_offsets.shape[1])
+    inside = row_tuples(items.box_offsets[:, :width] - items.shard_offsets[:, :width], axes)
     names = {catalog.names[number] for number in at}
     reasons = {name: why for name in names if (why := refused_name(name)) is not None}
     pieces: dict[int, Piece] = {}
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
     holders: dict[tuple[str, tuple[int, ...]], torch.Tensor | Lazy] = {}
+    cuts: dict[Any, Cut] = {}  # most tensors have one of a few shapes
     find = shard_finder(flat)
     for row, number in enumerate(at):
         name, source, _, properties, size = catalog.heads[number]
@@ -345,16 +355,13 @@ def collect(
         if name in reasons:
             refused[name] = reasons[name]
             continue
-        count = len(size)
-        offset, shape = tuple(offsets[row][:count]), tuple(sizes[row][:count])
-        piece = partial(Piece, name, properties.dtype, offset, shape, size, progress=progress)
+        origin, dtype, shape = (0,) * len(size), properties.dtype, sizes[row]
         fill = None if frame is None else frame.fill[row]
         if fill is not None:
-            nowhere = Cut((0,) * count, shape, None, (0,) * count, shape)
-            pieces[row] = piece((Origin(fill, nowhere),))
+            found = Origin(fill, Cut(origin, shape, None, origin, shape))
+            pieces[row] = Piece(name, dtype, offsets[row], shape, size, (found,), progress)
             continue
-        axes = count if frame is None else int(frame.ndim[row])
-        start, box = tuple(starts[row][:axes]), tuple(box_sizes[row][:axes])
+        start, box = starts[row], boxes[row]
         try:
             held = holders.get((source, start))
             if held is None and 0 in size:  # which no rank may have any origin of
@@ -364,11 +371,10 @@ def collect(
         except TypeError as error:
             refused[name] = str(error)
             continue
-        inner = tuple(o - s for o, s in zip(box_offsets[row], start, strict=False))
-        own = None if frame is None else frame.axes[row]
-        origin = Origin(held, Cut(inner, box, own, (0,) * count, shape))
-        pieces[row] = piece((origin,))
-        why = _misfit(origin, properties.dtype)
+        cut = Cut(inside[row], box, None if frame is None else frame.axes[row], origin, shape)
+        found = Origin(held, cuts.setdefault(cut, cut))
+        pieces[row] = Piece(name, dtype, offsets[row], shape, size, (found,), progress)
+        why = _misfit(found, dtype)
         if why is not None:
             refused[name] = why
     return pieces, values, refused
@@ -386,9 +392,10 @@ def _misfit(origin: Origin, dtype: str) -> str | None:
     extent, (start, sizes, *_) = tuple(origin.source.shape), origin.where
     if 0 in sizes and 0 in extent:  # nothing is nothing, however the rest is cut
         return None
-    fits = len(extent) == len(sizes) and all(
-        s >= 0 and s + n <= e for s, n, e in zip(start, sizes, extent, strict=True)
-    )
+    fits = extent == sizes and not any(start)
+    if not fits and len(extent) == len(sizes):
+        ends = zip(start, sizes, extent, strict=True)
+        fits = all(s >= 0 and s + n <= e for s, n, e in ends)
     if not fits:
         return f"has shape {extent} where its plan says {sizes} from {start} on"
     own = dtype_name(origin.source.dtype)

@@ -41,8 +41,9 @@ from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
 from ..tensors import block_of_memory, empty_tensor, torch_dtype
 from .copying import Block, Stretch
+from .fetch import places_of
 from .pieces import Kept, Lazy
-from .read import Reader, ReadStats, places_of
+from .read import Reader, ReadStats
 
 __all__ = ["Ahead", "Copied", "Copies", "Lender", "stored_chunks", "write_copies"]
 
@@ -293,41 +294,25 @@ class AheadTensor(Lazy):
 
 @attrs.frozen(eq=False)
 class Copies:
-    """What to copy, from where to where.
+    """What to copy, from where to where."""
 
-    Attributes:
-        source: The checkpoint to read.
-        stored: Where its chunks lie.
-        plans: What to write.
-        store, writer: Where to write it, and how.
-        budget: How much may happen at once.
-        verify: Whether to check what is read against its checksums.
-        whole: Whether each tensor is written as one, whatever it is made of.
-    """
-
-    source: Source
-    stored: StoredChunks
-    plans: Sequence[SavePlan]
-    store: Store
-    writer: Writer
-    budget: CopyBudget
-    verify: bool = True
-    whole: bool = False
+    source: Source  # the checkpoint to read
+    stored: StoredChunks  # where its chunks lie
+    plans: Sequence[SavePlan]  # what to write
+    store: Store  # where to write it, and how
+    writer: Writer  # where to write it, and how
+    budget: CopyBudget  # how much may happen at once
+    verify: bool = True  # whether to check what is read against its checksums
+    whole: bool = False  # whether each tensor is written as one, whatever it is made of
 
 
 @attrs.frozen(eq=False)
 class Copied:
-    """What was written and read.
+    """What was written and read."""
 
-    Attributes:
-        parts: What was written, by number of the plan.
-        bytes_read: Bytes that were read of the old checkpoint.
-        verified: How many chunks of it were found to fit their checksums.
-    """
-
-    parts: Mapping[int, Part]
-    bytes_read: int
-    verified: int
+    parts: Mapping[int, Part]  # what was written, by number of the plan
+    bytes_read: int  # bytes that were read of the old checkpoint
+    verified: int  # how many chunks of it were found to fit their checksums
 
 
 def write_copies(

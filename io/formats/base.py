@@ -1,8 +1,7 @@
 """What a checkpoint format is: `Source` reads one, `Writer` writes one, `Format` names both.
 
-Whatever wrote it, a checkpoint's chunks lie in files, row-major, at known places. A `Source` knows
-where; `Reader` does the rest, alike for all formats. Derive formats of your own from these three
-classes, and pass the format to `register_format`. Nothing here needs torch.
+A checkpoint's chunks lie in files, row-major, at known places. A `Source` knows where; `Reader`
+does the rest. Derive formats of your own from these classes, and pass them to `register_format`.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ MAX_BYTES: Final = 1 << 60
 
 def check_size(file: str, nbytes: int, what: str) -> None:
     """Refuse a file that is too large to be read whole."""
-    if nbytes > LIMITS[what]:
-        raise FormatError(
-            file, f"it has {nbytes:,} bytes; the limit for a file of this kind is {LIMITS[what]:,}"
-        )
+    most = LIMITS[what]
+    if nbytes > most:
+        reason = f"it has {nbytes:,} bytes; the limit for a file of this kind is {most:,}"
+        raise FormatError(file, reason)
 
 
 def read_whole(store: Store, file: str, what: str) -> bytes:
@@ -89,12 +88,9 @@ def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -
 
 @attrs.frozen
 class ChunkPlace:
-    """Where one chunk lies.
+    """Where one chunk lies: the number of its file, its first byte there, and how it is stored.
 
     Attributes:
-        file: The number of its file, in `Source.files`.
-        begin: Where its first element lies there, in bytes.
-        dtype: What it is stored as.
         extents: The shape, as stored, of the array whose leading corner the chunk is; usually the
             chunk's own shape.
         axes: Which of the chunk's axes each of these is; None if they are stored in order.
@@ -126,31 +122,21 @@ class FileColumns:
 
 
 FaultKind = Literal[
-    "manifest",
+    "manifest",  # it cannot be read, or contradicts itself
     "missing",
-    "size",
-    "swapped",
-    "foreign",
-    "header",
-    "disagrees",
-    "checksum",
-    "unreadable",
+    "size",  # cut short, or longer than it was
+    "swapped",  # another file of this checkpoint under its name
+    "foreign",  # a file of another save or program
+    "header",  # damaged
+    "disagrees",  # header and manifest contradict each other
+    "checksum",  # a chunk's bytes were changed
+    "unreadable",  # the store fails
 ]
 
 
 @attrs.frozen
 class Fault:
-    """One thing that is wrong with a checkpoint.
-
-    Attributes:
-        kind: ``manifest`` (it cannot be read, or contradicts itself), ``missing`` (no such file),
-            ``size`` (cut short, or longer than it was), ``swapped`` (another file of this
-            checkpoint under its name), ``foreign`` (a file of another save or program),
-            ``header`` (damaged), ``disagrees`` (header and manifest contradict each other),
-            ``checksum`` (a chunk's bytes were changed) or ``unreadable`` (the store fails).
-        key: The tensor or value concerned; None where it is the whole file.
-        begin, end: The bytes of the file concerned.
-    """
+    """One thing that is wrong with bytes of a file; ``key`` is None where it is the whole file."""
 
     kind: FaultKind
     file: str
@@ -162,26 +148,16 @@ class Fault:
 
 @attrs.frozen
 class Findings:
-    """What a check of a whole checkpoint found.
-
-    Attributes:
-        files: How many data files there should be.
-        chunks: How many chunks fit their checksums.
-        nbytes: How many bytes were read and checked.
-        notes: What could not be checked, and why.
-        unchecked: How many bytes have no checksums.
-        lost: Names that cannot be loaded whole, beside those of the faults.
-        save_id: The save that made the checkpoint; None if that is not known.
-    """
+    """What a check of a whole checkpoint found."""
 
     faults: tuple[Fault, ...]
-    files: int = 0
-    chunks: int = 0
-    nbytes: int = 0
-    notes: tuple[str, ...] = ()
-    unchecked: int = 0
-    lost: frozenset[str] = frozenset()
-    save_id: str | None = None
+    files: int = 0  # how many data files there should be
+    chunks: int = 0  # how many fit their checksums
+    nbytes: int = 0  # how many were read and checked
+    notes: tuple[str, ...] = ()  # what could not be checked, and why
+    unchecked: int = 0  # bytes without checksums
+    lost: frozenset[str] = frozenset()  # cannot be loaded whole, beside those of the faults
+    save_id: str | None = None  # the save that made the checkpoint, if known
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -192,45 +168,26 @@ class Findings:
 
 
 class Source(Protocol):
-    """A checkpoint that can be read.
-
-    Attributes:
-        format: The name of its format.
-        store: Where its files are.
-        files: Their names there.
-        metadata: What it holds.
-        block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
-        checksum: How the checksums of its chunks are made.
-        has_sums: Whether every chunk has one; see `sums_of`.
-        created: When it was made, in seconds since 1970; None if it does not say.
-        remarks: Text about the model that files of some formats carry, by key.
-        notes: What is odd about it and yet no error, as text.
-        file_columns: The file of every chunk; None if that is not recorded in one place.
-        beside: Files that belong beside the tensors, and that a conversion to the same format
-            carries over: a config, a tokenizer; None if there are none.
-        quantized: Tensors that are dequantised as they are read, by name.
-        stored: If there are any, the checkpoint as it is stored; else this one itself.
-        text: What another rank can open it from, see `Format.open_text`; None if it cannot.
-    """
+    """A checkpoint that can be read."""
 
     format: str
     store: Store
     files: Sequence[str]
     metadata: Metadata
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = BLOCK_BYTES  # the most that were hashed together; see `planning.storage`
     checksum: Checksum = XXH3
-    has_sums: bool = False
-    created: float | None = None
-    remarks: Mapping[str, str] = {}
-    notes: tuple[str, ...] = ()
-    file_columns: FileColumns | None = None
-    beside: ExtraFiles | None = None
-    quantized: Mapping[str, Quantized] = {}
-    text: bytes | None = None
+    has_sums: bool = False  # whether every chunk has one; see `sums_of`
+    created: float | None = None  # in seconds since 1970
+    remarks: Mapping[str, str] = {}  # text about the model that files of some formats carry
+    notes: tuple[str, ...] = ()  # what is odd about it and yet no error
+    file_columns: FileColumns | None = None  # None if not recorded in one place
+    beside: ExtraFiles | None = None  # what a conversion to the same format carries over
+    quantized: Mapping[str, Quantized] = {}  # what is dequantised as it is read
+    text: bytes | None = None  # what another rank can open it from; see `Format.open_text`
 
     @property
     def stored(self) -> Source:
-        """The checkpoint as it is stored."""
+        """The checkpoint as it is stored: another one, if this one dequantises."""
         return self
 
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
@@ -271,18 +228,11 @@ class Source(Protocol):
         ]
 
     def sums_of(self, name: str) -> Sums | None:
-        """Return the checksum of each chunk of one entry; the headers of its files may be read.
-
-        None if there are no checksums; no rows for a value that is not stored in a file.
-        """
+        """Return the checksum of each chunk of an entry; headers of its files may be read."""
         return None
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
-        """Return the checksum of each chunk, None where there is none; see `find_chunks`.
-
-        A few bytes of each may have to be read. These checksums are for comparing with the bytes
-        that lie where `find_chunks` says, in their order.
-        """
+        """Return the checksum of the bytes where `find_chunks` says; None where there is none."""
         return [None] * len(chunks)
 
     def has_value_sum(self, name: str) -> bool:
@@ -298,18 +248,11 @@ class Source(Protocol):
         return 0
 
     def plain_value(self, name: str) -> Any:
-        """Return a non-tensor value, if reading it takes no torch.
-
-        Raises:
-            ValueError: It takes torch, or is damaged.
-        """
+        """Return a non-tensor value; raise a `ValueError` if it takes torch, or is damaged."""
         return self.value(name)
 
     def value_key(self, name: str) -> object:
-        """Return a key that is equal for two values only if they are stored as the same bytes.
-
-        None if there is no such key without reading the value.
-        """
+        """Return what only values of the same bytes have in common, if known without reading."""
         return None
 
     def missing(self) -> Sequence[Fault]:
@@ -332,26 +275,17 @@ def _given_pool(pool: Pool | None) -> Pool:
 
 @attrs.frozen(eq=False)
 class WriteJob:
-    """One rank's part of a save.
-
-    Attributes:
-        sd: The rank's state dict.
-        plan: What to write of it.
-        save_id: The name of the save, which is the same on all ranks.
-        progress: Counts the bytes of tensors as they are written.
-        layout: What `Writer.lay_out` returned, if ranks share files.
-        is_coordinator: Whether this rank is the one that made them.
-    """
+    """One rank's part of a save: what to write of its state dict."""
 
     store: Store
     sd: Mapping[Any, Any]
     plan: SavePlan
-    save_id: str
+    save_id: str  # the same on all ranks
     rank: int = 0
     pool: Pool = attrs.field(default=None, converter=_given_pool)
-    progress: Progress | None = None
-    layout: bytes | None = None
-    is_coordinator: bool = True
+    progress: Progress | None = None  # counts the bytes of tensors as they are written
+    layout: bytes | None = None  # what `Writer.lay_out` returned, if ranks share files
+    is_coordinator: bool = True  # whether this rank laid them out
 
 
 @attrs.frozen(eq=False)
@@ -372,23 +306,16 @@ class CommitJob:
 class Writer(Protocol):
     """Writes checkpoints of one format; writers derive from this class.
 
-    Attributes:
-        file: The name of a checkpoint that is a single file; None if it is a folder.
-        max_ranks: How many ranks may save; None if any number may.
-        shares_files: Whether ranks write parts of the same files. If so, several ranks save only
-            where `Store.can_share_files`; all `describe`, one rank calls `lay_out`, all `write`.
+    If ``shares_files``, ranks write parts of the same files: several ranks save only where
+    `Store.can_share_files`; all `describe`, one rank calls `lay_out`, all `write`.
     """
 
-    file: str | None = None
-    max_ranks: int | None = None
+    file: str | None = None  # the name of a checkpoint that is a single file
+    max_ranks: int | None = None  # how many ranks may save
     shares_files: bool = False
 
     def refuse(self, store: Store, overwrite: bool) -> None:
-        """Refuse to save where a checkpoint is, unless asked to; see `refuse_folder`.
-
-        Raises:
-            ExistsError: There is one that must not be replaced, or is of another format.
-        """
+        """Raise an `ExistsError` if a checkpoint is there that must not be replaced."""
 
     def write(self, job: WriteJob) -> Part:
         """Write one rank's part, which does not count as a checkpoint until it is committed.
@@ -400,11 +327,8 @@ class Writer(Protocol):
     def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Make a checkpoint of what all ranks wrote: it exists from one instant on.
 
-        Returns the files of an older checkpoint that could not be removed.
-
-        Raises:
-            ExistsError: There is a checkpoint, and it was not to be overwritten.
-            UnsureCommitError: It may have happened nevertheless, or may still.
+        Returns the files of an older checkpoint that could not be removed. Raises an `ExistsError`,
+        or an `UnsureCommitError` if it may have happened nevertheless, or may still.
         """
         ...
 
@@ -413,21 +337,16 @@ class Writer(Protocol):
 
         Call it on no rank after an `UnsureCommitError` of any.
         """
+        return
 
     # What follows need not be written for a new format.
 
     def describe(self, job: WriteJob) -> bytes:
-        """Return what must be known of a rank to lay out shared files; refuse what it cannot save.
-
-        Nothing is written.
-        """
+        """Return what laying out shared files must know of a rank; refuse what it cannot save."""
         return b""
 
     def lay_out(self, job: CommitJob) -> bytes:
-        """Make the files that ranks share, without their tensors; return what ranks need to know.
-
-        If it fails, what it made is removed again.
-        """
+        """Make shared files, without their tensors; return what ranks need to know of them."""
         return b""
 
     def clear(self, store: Store, save_id: str) -> None:
@@ -439,10 +358,7 @@ class Writer(Protocol):
         return self
 
     def with_files(self, files: ExtraFiles) -> Writer:
-        """Return a writer that also puts files beside the checkpoint, unless it has its own.
-
-        Only formats that have such files do: see `Source.beside`.
-        """
+        """Return a writer that also puts files beside the checkpoint; see `Source.beside`."""
         return self
 
     def extra_names(self) -> tuple[str, ...]:
@@ -455,36 +371,21 @@ class Writer(Protocol):
 
 
 class Format(Protocol):
-    """A checkpoint format: how to detect, open, write and verify it.
+    """A checkpoint format: how to detect, open, write and verify it."""
 
-    Attributes:
-        name: What users call it: ``format="hf"``.
-        marks: Files by which a folder is known to hold such a checkpoint; they are put in place
-            when it is committed.
-        is_file: Whether a checkpoint is a single file, not a folder.
-        whole_tensors: Whether every tensor lies in one piece.
-        has_values: Whether it can hold non-tensor values.
-        reserved: Names whose tensors are never tied to another's, as files say something else
-            under them.
-    """
-
-    name: str
-    marks: tuple[str, ...] = ()
-    is_file: bool = False
-    whole_tensors: bool = False
-    has_values: bool = True
-    reserved: tuple[str, ...] = ()
+    name: str  # what users call it: ``format="hf"``
+    marks: tuple[str, ...] = ()  # files that the commit puts in place, and only such folders have
+    is_file: bool = False  # whether a checkpoint is a single file, not a folder
+    whole_tensors: bool = False  # whether every tensor lies in one piece
+    has_values: bool = True  # whether it can hold non-tensor values
+    reserved: tuple[str, ...] = ()  # names whose tensors are never tied to another's
 
     def detect(self, store: Store, name: str = "") -> bool:
         """Return whether a checkpoint of this format is in a folder, or is the file of a name."""
         ...
 
     def open(self, store: Store, name: str = "", pool: Pool | None = None) -> Source:
-        """Open a checkpoint, reading only what describes it; see `detect`.
-
-        Raises:
-            FormatError: There is none, or what describes it is damaged.
-        """
+        """Open a checkpoint, reading only what describes it; see `detect`."""
         ...
 
     # What follows need not be written for a new format.
@@ -497,9 +398,6 @@ class Format(Protocol):
         """Return what writes this format; options are keyword arguments of its own.
 
         A format whose checkpoints are files takes the option ``file``, the name of one.
-
-        Raises:
-            ValueError: It can only be read.
         """
         raise ValueError(f"the format {self.name!r} can be read, but not written")
 
@@ -514,30 +412,18 @@ class Format(Protocol):
         """Check all that can be checked of a checkpoint.
 
         ``progress`` is called with the bytes done and the bytes in all.
-
-        Raises:
-            FormatError: What describes it is damaged, and that is all there is to say.
         """
         source = self.open(store, name, pool)
         Progress(0, progress)
-        return Findings(
-            tuple(source.missing()),
-            len(source.files),
-            notes=(_UNKNOWN,),
-            unchecked=int(sum(source.file_sizes.values())),
-            save_id=source.save_id,
-        )
+        faults, nbytes = tuple(source.missing()), int(sum(source.file_sizes.values()))
+        note = "this format has no check of its own: only what describes it was read"
+        found = Findings(faults, len(source.files), notes=(note,), unchecked=nbytes)
+        return attrs.evolve(found, save_id=source.save_id)
 
     def made(self, store: Store) -> float | None:
-        """Return when the checkpoint in a folder was made, in seconds since 1970, cheaply.
-
-        None if there is none, or such checkpoints are not steps of a run for `latest` to choose.
-        """
+        """Return when the checkpoint in a folder was made, if it is a step of a run; cheaply."""
         return None
 
     def save_of(self, file: str) -> str | None:
         """Return which save wrote a file, by the file's name; None if the name does not say."""
         return None
-
-
-_UNKNOWN: Final = "this format has no check of its own: only what describes it was read"

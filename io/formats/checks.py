@@ -29,21 +29,13 @@ _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
 
 class Region(NamedTuple):  # a checkpoint has millions: made in a third of attrs' time
-    """Bytes of a file that were saved with one checksum.
-
-    Attributes:
-        begin: Where they begin in the file.
-        blocks: The length of each block, in order.
-        checksum: What was saved with them.
-        keys: The names that cannot be loaded without them; ``(None,)`` if that is none.
-        what: What they are, as errors call them.
-    """
+    """Bytes of a file that were saved with one checksum: the length of each block, in order."""
 
     file: str
     begin: int
     blocks: Sequence[int]
     checksum: int
-    keys: Sequence[str | None]
+    keys: Sequence[str | None]  # the names that cannot be loaded without them
     what: str = "its bytes"
 
     def faults(self, error: StoreError | None) -> Iterator[Fault]:
@@ -83,23 +75,19 @@ def check_regions(
     for region in regions:
         digests = list(islice(hashed, len(region.blocks)))
         known = [digest for digest in digests if isinstance(digest, int)]
-        if len(known) < len(digests):
-            error = next(digest for digest in digests if isinstance(digest, StoreError))
-            faults += region.faults(error)
-            pairs = zip(digests, region.blocks, strict=True)
-            nbytes += sum(length for digest, length in pairs if isinstance(digest, int))
-            continue
-        nbytes += sum(region.blocks)
-        if kind.combine(known) == region.checksum:
+        pairs = zip(digests, region.blocks, strict=True)
+        nbytes += sum(length for digest, length in pairs if isinstance(digest, int))
+        error = next((digest for digest in digests if isinstance(digest, StoreError)), None)
+        if error is None and kind.combine(known) == region.checksum:
             sound += 1
         else:
-            faults += region.faults(None)
+            faults += region.faults(error)
     return Checked(tuple(faults), sound, nbytes)
 
 
 @attrs.frozen(eq=False)
 class _Task:
-    """Some blocks that lie one after the other in a file: its name, where, and their lengths."""
+    """Some blocks that lie one after the other in a file."""
 
     file: str
     start: int
@@ -148,19 +136,17 @@ class _Hasher:
 
     def run(self, task: _Task) -> Sequence[int | StoreError]:
         """Return the checksum of each block; where reading fails, the error of each that fails."""
-        found: list[int | StoreError] | None
+        size = sum(task.lengths)
         try:
-            size = sum(task.lengths)
             pieces = read_pieces(self.store, task.file, task.start, size, self.piece)
             found = list(self.kind.of_pieces(pieces, task.lengths))
         except StoreError as error:
-            found = None if len(task.lengths) > 1 else [error]
-        if found is None:  # each block by itself, to find the one to blame
-            starts = np.cumsum([task.start, *task.lengths]).tolist()
-            alone = (
-                _Task(task.file, start, [length])
-                for start, length in zip(starts, task.lengths, strict=False)
-            )
-            return [result for block in alone for result in self.run(block)]
-        self.progress.add(sum(task.lengths))
-        return found
+            if len(task.lengths) == 1:
+                self.progress.add(size)
+                return [error]
+        else:
+            self.progress.add(size)
+            return found
+        starts = np.cumsum([task.start, *task.lengths])[:-1].tolist()
+        alone = zip(starts, task.lengths, strict=True)  # to find the one to blame
+        return [r for at, length in alone for r in self.run(_Task(task.file, at, [length]))]

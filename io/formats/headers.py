@@ -1,21 +1,21 @@
 """Safetensors headers: eight bytes with a length, then JSON that says what lies where.
 
-Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
-starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
-which name. The checksums of its chunks come first, sixteen digits each, in the order of their
-bytes: how long a header is does not depend on them, so it may be written last. Where a store writes
-files from front to back, they are in a file of their own instead; see `native.write`.
+Each file says which bytes are which chunk, where the chunk starts in its tensor (in torch's own
+words, ``DCP_SHARDING_INFO``), and which save wrote it under which name. Dtypes that safetensors has
+no name for are stored as ``U8`` with one more axis; the header says so, under ``encoded``.
 
-Dtypes that safetensors has no name for are stored as bytes, ``U8``, with one more axis: that of an
-element's bytes. The header says so, under ``encoded``.
+The checksums of its chunks come first, sixteen digits each, in the order of their bytes: how long a
+header is does not depend on them, so it may be written last. Where a store writes files from front
+to back, they are in a file of their own instead; see `native.write`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
@@ -27,8 +27,10 @@ from ..errors import FormatError
 from ..stores.base import Store
 from .base import LIMITS, read_bytes
 
+if TYPE_CHECKING:
+    from ..execute.pieces import Piece
+
 MAX_HEADER: Final = LIMITS["header"]
-"""The longest header in bytes; the safetensors library refuses longer ones, too."""
 
 # safetensors' name of a dtype to ours.
 TORCH_NAMES: Final[dict[str, str]] = {
@@ -66,13 +68,7 @@ _SUMS_BEGIN: Final = f'{{"{_RESERVED}":{{"{_SUMS}":"'.encode()  # where checksum
 
 @attrs.frozen
 class Slot:
-    """One chunk in a file.
-
-    Attributes:
-        shape: The chunk's sizes, in elements.
-        offsets: Where the chunk starts in the global tensor, in elements.
-        begin: Where its bytes begin, counted from the file's start.
-    """
+    """One chunk in a file: its place in the global tensor, and its first byte in the file."""
 
     name: str
     dtype: str
@@ -93,23 +89,15 @@ class Slot:
 
 @attrs.frozen
 class Header:
-    """What a file says about itself.
-
-    Attributes:
-        slots: Its chunks by name, in order of their bytes.
-        length: Where data begins, in bytes from the file's start.
-        save_id: The save that wrote it; None for files of other programs.
-        name: The name under which it was written; None for files of other programs.
-        sums: The checksums of its chunks, in order of their bytes; None if they are elsewhere.
-    """
+    """What a file says about itself."""
 
     file: str
-    slots: Mapping[str, Slot]
-    length: int
-    save_id: str | None
-    name: str | None
+    slots: Mapping[str, Slot]  # its chunks by name, in order of their bytes
+    length: int  # where data begins, in bytes from the file's start
+    save_id: str | None  # the save that wrote it; None for files of other programs
+    name: str | None  # the name under which that save wrote it
     metadata: Mapping[str, str]
-    sums: Sums | None = None
+    sums: Sums | None = None  # of its chunks, in order of their bytes; None if elsewhere
 
 
 def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
@@ -131,35 +119,66 @@ def _scaled(numbers: Sequence[int], factor: int) -> list[int]:
     return [*numbers[:-1], *(n * factor for n in numbers[-1:])]
 
 
-def build_header(file: str, slots: Sequence[Slot], save_id: str, *, summed: bool = False) -> bytes:
-    """Return a file's header.
+class _Words(NamedTuple):
+    """What a header says of all chunks of one dtype, shape and place, as JSON."""
 
-    Slots lie one after the other, in the order given; ``begin`` is computed, never read. With
-    ``summed``, there is room for checksums, which are zero; see `with_sums`.
+    kind: str
+    start: str
+    nbytes: int
+    is_encoded: bool
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> _Words:
+        width, own = itemsize(dtype), file_entry(dtype, shape)
+        name, sizes = own or ("U8", [*shape, width])
+        start = [*offsets, *(0 for _ in sizes[len(shape) :])]
+        place = {"saved_offsets": _scaled(start, _PACKED.get(name, 1))}
+        return cls(kind_of_entry(name, sizes), dump(place), math.prod(shape) * width, own is None)
+
+
+def kind_of_entry(dtype: str, shape: Sequence[int]) -> str:
+    """Return the JSON of a header's entry up to where its tensor lies; see `entry_text`."""
+    return dump({"dtype": dtype, "shape": shape})[:-1]
+
+
+def entry_text(name: str, kind: str, begin: int, end: int) -> str:
+    """Return a header's entry of one tensor as JSON."""
+    return f'{encode_basestring(name)}:{kind},"data_offsets":[{begin},{end}]}}'
+
+
+def build_header(
+    file: str, slots: Iterable[Slot | Piece], save_id: str, *, summed: bool = False
+) -> bytes:
+    """Return the header of a file in which chunks lie one after the other, in the order given.
+
+    With ``summed``, there is room for their checksums, which are zero; see `with_sums`.
     """
-    tensors: dict[str, Any] = {}
-    own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
-    own["encoded"] = {s.name: s.dtype for s in slots if file_entry(s.dtype, s.shape) is None}
-    sharding = {}
+    known: dict[Any, _Words] = {}
+    tensors, sharding, encoded = list[str](), list[str](), dict[str, str]()
     at = 0
     for slot in slots:
-        width = itemsize(slot.dtype)
-        dtype, shape = file_entry(slot.dtype, slot.shape) or ("U8", [*slot.shape, width])
-        start = [*slot.offsets, *(0 for _ in shape[len(slot.shape) :])]
-        sharding[slot.name] = {"saved_offsets": _scaled(start, _PACKED.get(dtype, 1))}
-        tensors[slot.name] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": [at, at := at + slot.nbytes],
-        }
+        name, key = slot.name, (slot.dtype, slot.shape, slot.offsets)
+        words = known.get(key) or known.setdefault(key, _Words.of(*key))
+        end = at + words.nbytes
+        tensors.append(entry_text(name, words.kind, at, end))
+        sharding.append(f"{encode_basestring(name)}:{words.start}")
+        at = end
+        if words.is_encoded:
+            encoded[name] = slot.dtype
     metadata = {
-        **({_SUMS: "0" * 16 * len(slots)} if summed else {}),
+        **({_SUMS: "0" * 16 * len(tensors)} if summed else {}),
         "format": "pt",
         "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": _dump(sharding),
-        "shardplan": _dump(own),
+        "DCP_SHARDING_INFO": f"{{{','.join(sharding)}}}",
+        "shardplan": dump({"version": 1, "file": file, "save_id": save_id, "encoded": encoded}),
     }
-    return framed(_dump({_RESERVED: metadata, **tensors}).encode(), file)
+    return framed_entries(metadata, tensors, file)
+
+
+def framed_entries(metadata: Mapping[str, str], entries: Sequence[str], file: str) -> bytes:
+    """Return a header, given what it says of the file and the JSON of each entry."""
+    text = ",".join([f'"{_RESERVED}":{dump(metadata)}', *entries])
+    return framed(f"{{{text}}}".encode(), file)
 
 
 def with_sums(header: bytes, sums: Sums) -> bytes:
@@ -315,7 +334,8 @@ def _load(text: bytes, file: str, what: str) -> Any:
         raise FormatError(file, f"{what} is not JSON: {error}") from None
 
 
-def _dump(value: Any) -> str:
+def dump(value: Any) -> str:
+    """Return JSON as headers have it."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 

@@ -1,7 +1,4 @@
-"""`DequantizedSource`: a checkpoint of quantised tensors, as if it held what they stand for.
-
-`Reader` does the arithmetic, see `execute/dequantize.py`; here nothing needs torch.
-"""
+"""`DequantizedSource`: a checkpoint of quantised tensors, as if it held what they stand for."""
 
 from __future__ import annotations
 
@@ -24,21 +21,14 @@ _SECTION = "quantization_config"
 
 
 def read_as(source: Source, reading: Reading) -> Source:
-    """Return a checkpoint as it is to be read.
-
-    Raises:
-        RefusedError: It should be dequantised, and nothing in it is quantised, or not as expected.
-    """
+    """Return a checkpoint as it is to be read; refuse if nothing in it is quantised as expected."""
     return (
         source if reading.dtype is None else DequantizedSource(source, reading.dtype, reading.block)
     )
 
 
 class DequantizedSource(Source):
-    """A checkpoint whose quantised tensors are dequantised as they are read.
-
-    What is not asked of the tensors themselves is answered by the inner one, ``stored``.
-    """
+    """A checkpoint whose quantised tensors are dequantised as they are read by `Reader`."""
 
     def __init__(self, stored: Source, dtype: str, block: Sequence[int] | None = None) -> None:
         self._stored, self._dtype = stored, dtype
@@ -126,7 +116,7 @@ def _block_of(store: Store) -> tuple[int, ...]:
         config = json.loads(read_whole(store, _CONFIG, "config"))
         block = config.get(_SECTION, {}).get("weight_block_size")
     except (MissingFileError, ValueError, AttributeError, RecursionError):
-        return BLOCK
+        block = None
     if block is None:
         return BLOCK
     if not isinstance(block, list) or any(type(n) is not int or n < 1 for n in block):

@@ -1,8 +1,7 @@
 """The known formats, and opening a checkpoint of any of them, to be read or to be written.
 
 Formats of other packages join by a call of `register_format`, or by an entry point in the group
-``shardplan.formats`` whose name is the format's and whose object is a `Format`. They are asked
-after our own, in the order in which they came.
+``shardplan.formats`` whose object is a `Format`. They are asked after our own.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ _registered: Final[dict[str, Format]] = {}
 
 
 def register_format(format: Format) -> None:
-    """Make a format known: `save`, `load`, `convert`, `verify` and all others then take it.
-
-    Raises:
-        ValueError: Another format has its name.
-    """
+    """Make a format known: `save`, `load`, `convert`, `verify` and all others then take it."""
     if format.name in _OWN or _registered.get(format.name, format) is not format:
         raise ValueError(f"there is a format {format.name!r} already; choose another name")
     _registered[format.name] = format
@@ -48,17 +43,11 @@ def known_formats() -> Iterator[Format]:
     yield from tuple(_registered.values())
 
 
-def format_names() -> tuple[str, ...]:
-    """Name all formats, in order."""
-    _load_plugins()
-    return (*_OWN, *_registered)
-
-
 def find_format(name: str) -> Format:
     """Return the format of a name."""
     if name in _OWN:
         return _own(name)
-    names = format_names()
+    names = [known.name for known in known_formats()]
     if name not in _registered:
         raise ValueError(f"unknown format {name!r}; known formats are {', '.join(names)}")
     return _registered[name]
@@ -82,10 +71,7 @@ def _load_plugins() -> None:
 def open_source(
     path: str | os.PathLike[str] | Store, *, format: str | None = None, pool: Pool | None = None
 ) -> Source:
-    """Open a checkpoint of any format, reading only what describes it.
-
-    Its path is that of a folder, or of a file. The format is detected if left out.
-    """
+    """Open a checkpoint, a folder or a file; the format is detected if left out."""
     return open_located(*locate(path), format=format, pool=pool)
 
 
@@ -110,13 +96,15 @@ def find_any(store: Store, name: str = "") -> Format | None:
 
 
 def _why_none(store: Store, name: str) -> str:
-    names = ", ".join(format_names())
+    names = ", ".join(known.name for known in known_formats())
     if name:
         return _why_no_file(store, name) or f"it is not a checkpoint of a known format ({names})"
     found = store.list(recursive=False)
     if not found:
         return f"there is no checkpoint: {_why_empty(store.url)}"
-    inside = [folder for folder in found if folder.endswith("/") and _is_marked(store, folder)]
+    marks = [mark for known in known_formats() for mark in known.marks]
+    folders = [name for name in found if name.endswith("/")]
+    inside = [name for name in folders if any(store.exists(name + mark) for mark in marks)]
     if inside:
         url = store.url.rstrip("/")
         these = listed([f"{url}/{folder.rstrip('/')}" for folder in inside], quote="")
@@ -138,7 +126,7 @@ def _why_no_file(store: Store, name: str) -> str | None:
 
 
 def _why_empty(url: str) -> str:
-    """Explain what is wrong with the path of a folder that holds nothing, or does not exist."""
+    """Explain what is wrong with the path of a folder that is empty, or does not exist."""
     if "://" in url:
         return "nothing has this prefix; check the URL"
     if os.path.isdir(url):
@@ -150,23 +138,15 @@ def _why_empty(url: str) -> str:
     return f"the folder does not exist{near}"
 
 
-def _is_marked(store: Store, folder: str) -> bool:
-    """Return whether a folder of a store surely is a checkpoint: by a file, so that it is cheap."""
-    return any(store.exists(f"{folder}{mark}") for one in known_formats() for mark in one.marks)
-
-
 def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
     """Return the store to look in, and the name of a single file there; empty for a folder."""
     if not isinstance(path, (str, os.PathLike)):
         return open_store(path), ""
     path = os.fspath(path)
-    if "://" not in path:
-        if os.path.isfile(path):
-            head, tail = os.path.split(path)
-            return open_store(head or "."), tail
-        return open_store(path), ""
     head, _, tail = path.rstrip("/").rpartition("/")
-    if os.path.splitext(tail)[1] and not head.endswith(":/"):
+    if "://" not in path and os.path.isfile(path):
+        return open_store(os.path.dirname(path) or "."), os.path.basename(path)
+    if "://" in path and os.path.splitext(tail)[1] and not head.endswith(":/"):
         store = open_store(head)
         if store.exists(tail):
             return store, tail

@@ -1,8 +1,7 @@
 """The `Store` protocol, `open_store`, and stores that wrap another store.
 
-A store is a folder of files, on a disk or in a bucket, with the few operations that saving and
-loading need. Names are relative to its root and use forward slashes everywhere. Only
-`Store.replace`, `Store.rename` and an atomic `Store.write` are atomic.
+A store is a folder of files, on a disk or in a bucket. Names are relative to its root and use
+forward slashes. Only `Store.replace`, `Store.rename` and an atomic `Store.write` are atomic.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ class Entry:
     """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0.
 
     Attributes:
-        name: Its name, relative to the store's root.
-        size: Its size in bytes.
         modified: When it appeared here, in seconds since 1970: on a disk, the last change of any
             kind, so that a fresh copy of an old file is young.
         written: When its bytes were written, as far as the store knows; copies may keep the time.
@@ -74,14 +71,8 @@ class Store(Protocol):
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file, and return how many bytes were read.
 
-        Args:
-            path: The file.
-            ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
-
-        Raises:
-            MissingFileError: There is no such file.
-            StoreError: A range reaches past the end of the file, or the store fails. The buffers
-                may then have been filled in part.
+        Each range is a byte offset in the file and the writable memory to fill from there. After an
+        error, such as a range past the end of the file, buffers may have been filled in part.
         """
 
     def write(
@@ -93,41 +84,27 @@ class Store(Protocol):
         Several are in flight at once, so do not reuse their buffers.
 
         Args:
-            path: The file, which is replaced if it exists; folders are made as needed.
+            path: The file, which is replaced if it exists; folders are made as needed. After an
+                error nothing is left of it.
             parts: Contiguous buffers of any type, which follow one another in the file.
             nbytes: The size, if known. Space is reserved by it, and a file of any other size is
                 refused. Pass it where ``parts`` is an iterator of many gigabytes.
             atomic: Whether readers must see the old file or the new one, whole and durable.
-
-        Raises:
-            StoreError: The disk is full, or the store fails. Nothing is left of the file.
         """
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole, by a single request, so that all of it is of one version.
 
-        Args:
-            path: The file.
-            limit: The most bytes that it may have.
-
-        Raises:
-            MissingFileError: There is no such file.
-            StoreError: It is larger than the limit (``kind`` is ``long``), or the store fails.
+        If it has more than ``limit`` bytes, the error's ``kind`` is ``long``.
         """
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Write a small file atomically and durably: readers see the old bytes or the new ones.
 
-        Args:
-            path: The file.
-            data: Its new contents.
-            overwrite: Whether a file of that name may exist. If not, and several try at once, one
-                of them succeeds, except on disks without hard links and services without
-                conditional requests.
-
-        Raises:
-            StoreError: ``kind`` is ``exists`` if the name is taken and must not be. If it is
-                ``unsure`` or ``other``, the file may have been replaced, or may be later.
+        Without ``overwrite``, a file of that name must not exist (else the error's ``kind`` is
+        ``exists``). If several try at once, one of them succeeds, except on disks without hard
+        links and services without conditional requests. After an error of ``kind`` ``unsure`` or
+        ``other`` the file may have been replaced, or may be later.
         """
 
     def size(self, path: str) -> int:
@@ -136,9 +113,7 @@ class Store(Protocol):
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder, sorted by name; none if there is no such folder.
 
-        Args:
-            prefix: A folder; the empty name is the root.
-            recursive: If false, folders are named instead of entered, with a slash at the end.
+        If not ``recursive``, folders are named instead of entered, with a slash at the end.
         """
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -180,8 +155,7 @@ class Store(Protocol):
     ) -> Generator[Iterator[memoryview], None, None]:
         """Fill buffers as `read` does, and yield the pieces of each group, in the file's order.
 
-        Take all pieces of a group before the next one. A caller that hashes each piece at once
-        finds it in the processor's cache.
+        Take all pieces of a group before the next one.
         """
         for ranges in groups:
             asked = wanted(ranges)
@@ -230,23 +204,14 @@ class Store(Protocol):
         return False
 
     def make_file(self, path: str, head: bytes, nbytes: int) -> None:
-        """Make a file of a size that begins with ``head``; `write_ranges` brings the rest.
-
-        Raises:
-            StoreError: The disk is full, or the store fails. Nothing is left of the file.
-        """
+        """Make a file of a size that begins with ``head``; `write_ranges` brings the rest."""
         raise StoreError("write", f"{self.url}/{path}", "this store writes files whole")
 
     def write_ranges(self, path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
         """Write parts of a file that exists, durably, and return how many bytes.
 
-        Args:
-            path: The file, which `make_file` made, maybe in another process.
-            ranges: Pairs of a byte offset and what goes there. Those that follow one another are
-                written together. Each is asked for once, and dropped when it is written.
-
-        Raises:
-            StoreError: There is no such file, or the store fails.
+        Each range is a byte offset and what goes there. Those that follow one another are written
+        together. Each is asked for once, and dropped when it is written.
         """
         raise StoreError("write", f"{self.url}/{path}", "this store writes files whole")
 
@@ -271,18 +236,11 @@ class Store(Protocol):
 class WrappedStore(Store):
     """A store that passes every call on to an inner one; override `passing` to see them all."""
 
+    url = property(lambda self: self.inner.url)
+    staging = property(lambda self: self.inner.staging)
+
     def __init__(self, inner: Store) -> None:
         self.inner = inner
-
-    @property
-    def url(self) -> str:
-        """The root, as a person would write it."""
-        return self.inner.url
-
-    @property
-    def staging(self) -> int:
-        """What the inner store needs."""
-        return self.inner.staging
 
     @contextmanager
     def passing(self, operation: str, path: str) -> Iterator[str]:
@@ -385,10 +343,9 @@ class FolderStore(WrappedStore):
 
 
 def check_path(path: str, *, root: str = "") -> str:
-    """Return ``path`` if it names something inside a store, and raise if it does not.
+    """Return ``path`` if it names something inside a store; nothing is repaired.
 
-    Names may come from a manifest that a stranger wrote, so nothing is repaired: a name that is
-    absolute, climbs out, or is spelled in two ways is refused.
+    Names may come from a manifest that a stranger wrote.
 
     >>> check_path("step-100/a.safetensors")
     'step-100/a.safetensors'
@@ -424,12 +381,6 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
             what obstore takes for that service: ``endpoint="http://…"``, ``region=…``,
             ``client_options={…}``; what is not given comes from the usual environment variables.
 
-    Raises:
-        ValueError: It is empty, the scheme is none of these, or the URL names no folder.
-        StoreError: A folder in a bucket is written in a way that no store accepts, as ``a/../b``.
-        TypeError: It is neither a path nor a store.
-        ModuleNotFoundError: An object store was asked for and obstore is not installed.
-
     >>> store = open_store("memory://example")
     >>> store.write("folder/a", [b"abc", b"", b"def"])
     6
@@ -446,11 +397,11 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
             raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
         return url
     text = os.fspath(url)
-    if "://" not in text:
-        return _open_local(text, options)
-    scheme = text.partition("://")[0].lower()
-    if scheme == "file":
-        return _open_local(_local_path(text), options)
+    scheme, colon, _ = text.lower().partition("://")
+    if not colon or scheme == "file":
+        from .local import LocalStore  # which imports this module
+
+        return LocalStore(_local_path(text) if colon else _plain_path(text), **options)
     if scheme not in _OBJECTS:
         known = ", ".join(f"{s}://" for s in ("file", *_OBJECTS))
         raise ValueError(f"cannot open {text}: the scheme must be one of {known}, or none")
@@ -463,15 +414,10 @@ def _not_a_path(given: object) -> str:
     """Return the error text for something that is not a path, with what may have been meant."""
     kind = type(given).__name__
     if given is None:
-        return (
-            "the path is None; pass a folder, a URL or an open store. (`latest` returns None where "
-            "there is no checkpoint yet)"
-        )
+        return "the path is None (`latest` returns None where there is no checkpoint yet)"
     if isinstance(given, Mapping) or hasattr(given, "state_dict"):
-        return (
-            f"the path is a {kind}: are the arguments swapped? It is save(state_dict, path), "
-            "load(state_dict, path), restore(path, target)"
-        )
+        order = "save(state_dict, path), load(state_dict, path), restore(path, target)"
+        return f"the path is a {kind}: are the arguments swapped? It is {order}"
     if isinstance(given, (bytes, bytearray)):
         return f"a path is text, not {kind}; pass os.fsdecode({given!r})"
     verbs = [name for name in dir(Store) if not name.startswith("_")]
@@ -482,20 +428,16 @@ def _not_a_path(given: object) -> str:
     return f"{lack}; derive it from shardplan.io.Store"
 
 
-def _open_local(path: str, options: dict[str, Any]) -> Store:
-    from .local import LocalStore  # which imports this module
-
-    # In a script, an empty path is mostly a variable that is not set.
+def _plain_path(path: str) -> str:
+    """Refuse what is hardly meant as a path, such as a variable of a script that is not set."""
     if not path:
         raise ValueError("the path is empty; write '.' for the current folder")
     if typo := _ONE_SLASH.match(path):
         raise ValueError(f"cannot open {path}: write {typo[1]}://{path[typo.end() :]}, two slashes")
     if path == "~" or path.startswith("~/"):
-        raise ValueError(
-            f"{path} is not expanded; pass os.path.expanduser({path!r}), or './{path}' if the "
-            "folder is called that"
-        )
-    return LocalStore(path, **options)
+        expand = f"pass os.path.expanduser({path!r})"
+        raise ValueError(f"{path} is not expanded; {expand}, or './{path}' if it is called that")
+    return path
 
 
 def _local_path(url: str) -> str:
@@ -503,7 +445,6 @@ def _local_path(url: str) -> str:
     if parts.netloc not in {"", "localhost"}:
         raise ValueError(f"cannot open {url}: a local path has three slashes, as in file:///tmp")
     if "?" in url or "#" in url:
-        raise ValueError(
-            f"cannot open {url}: in a URL of a file, write ? as %3F and # as %23; or give the path"
-        )
-    return unquote(parts.path)
+        escapes = "write ? as %3F and # as %23"
+        raise ValueError(f"cannot open {url}: in a URL of a file, {escapes}; or give the path")
+    return _plain_path(unquote(parts.path))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -15,27 +13,38 @@ import numpy as np
 
 from shardplan.planning.columns import Ints
 
-from ..buffers import Buffer, Bytes, bundles, byte_view, gather, pieces, placed, total_bytes, wanted
+from ..buffers import (
+    Buffer,
+    Bytes,
+    Run,
+    bundles,
+    byte_view,
+    gather,
+    pieces,
+    placed,
+    total_bytes,
+    wanted,
+)
 from ..errors import not_a_file, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from . import local_files as system
 from .base import Contents, Entry, MissingFileError, Store, check_path
 
-_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
 _WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is held as long
 _ATTEMPTS: Final = 5
+
+
+def _runs(ranges: Iterable[tuple[int, memoryview]], max_bytes: int) -> Iterator[Run]:
+    return gather(ranges, max_bytes=max_bytes, max_views=system.IOV_MAX)
 
 
 class LocalStore(Store):
     """A folder on a disk.
 
     Reads are spread over the pool's threads. A file is written by one thread, since file systems
-    let only one write into a file at a time; the disk starts with the first bytes, so that little
-    is left to wait for at the end. Write several files at once to use more threads.
-
-    Symbolic links are followed when reading, as other tools' caches need it. A link is not
-    followed when writing: the file takes its place.
+    let only one write into a file at a time: write several files at once to use more threads.
+    Symbolic links are followed when reading; when writing, the file takes their place.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, pool: Pool | None = None) -> None:
@@ -46,20 +55,12 @@ class LocalStore(Store):
         self._made: set[str] = set()  # the root and those above it, if made since the last sync
         self._rooted = False  # whether the root's own name was added to `_unsynced`
 
-    @property
-    def url(self) -> str:
-        """The folder, as an absolute path."""
-        return self._root
-
+    url = property(lambda self: self._root)
     staging = 0
     can_rename = True
     can_share_files = True
     can_write_head_last = True
-
-    @property
-    def can_map(self) -> bool:
-        """Whether files' own pages can be had; see `Store.can_map`."""
-        return system.can_map()
+    can_map = property(lambda self: system.can_map())
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -74,8 +75,7 @@ class LocalStore(Store):
         asked = wanted(ranges)
         if not asked:
             return 0
-        runs = gather(asked, max_bytes=_STEP, max_views=system.IOV_MAX)
-        bundled = list(bundles(runs, _STEP))
+        bundled = list(bundles(_runs(asked, _STEP), _STEP))
         with system.reported("read", file), system.opened(file) as fd:
             system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
             if len(bundled) == 1:
@@ -142,14 +142,11 @@ class LocalStore(Store):
 
     def write_ranges(self, path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
         """Write parts of a file; see `Store.write_ranges`."""
-        file = self._file(path)
+        file, flags = self._file(path), os.O_WRONLY | os.O_CLOEXEC
         views = ((at, byte_view(view)) for at, view in ranges if view.nbytes)
-        with (
-            system.reported("write", file),
-            system.closing(os.open(file, os.O_WRONLY | os.O_CLOEXEC)) as fd,
-        ):
+        with system.reported("write", file), system.closing(os.open(file, flags)) as fd:
             size, written = os.fstat(fd).st_size, 0
-            for offset, run in gather(views, max_bytes=_WAIT, max_views=system.IOV_MAX):
+            for offset, run in _runs(views, _WAIT):
                 done = system.write_run(fd, offset, run)
                 written += done
                 if offset + done > size:
@@ -163,7 +160,7 @@ class LocalStore(Store):
     def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:
         """Give a descriptor of a new file for the block to write to; see `write`."""
         target = self._file(path)
-        file = f"{target}.{secrets.token_hex(8)}{system.TEMPORARY}" if atomic else target
+        file = system.temporary(target) if atomic else target
         with system.reported("write", target), self._created(file) as fd:
             system.reserve_space(fd, nbytes or 0)
             yield fd
@@ -189,7 +186,7 @@ class LocalStore(Store):
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
         file = self._file(path)
-        temporary = f"{file}.{secrets.token_hex(8)}{system.TEMPORARY}"
+        temporary = system.temporary(file)
         with system.reported("replace", file):
             if os.path.isdir(file):
                 raise not_a_file("replace", file, is_folder=True)
@@ -220,10 +217,8 @@ class LocalStore(Store):
         with system.reported("find", file):
             try:
                 return stat.S_ISREG(os.stat(file).st_mode)
-            except OSError as error:
-                if error.errno in _ABSENT:
-                    return False
-                raise
+            except (FileNotFoundError, NotADirectoryError):
+                return False
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
@@ -238,12 +233,10 @@ class LocalStore(Store):
         with system.reported("list", folder):
             found = []
             for name, entry in system.walk(folder, f"{prefix}/" if prefix else "", recursive):
-                if name.endswith("/"):
-                    found.append(Entry(name))
-                    continue
                 with suppress(FileNotFoundError):  # deleted a moment ago, or a link to nothing
-                    s = entry.stat()
-                    found.append(Entry(name, s.st_size, max(s.st_mtime, s.st_ctime), s.st_mtime))
+                    s = None if name.endswith("/") else entry.stat()
+                    numbers = s and (s.st_size, max(s.st_mtime, s.st_ctime), s.st_mtime)
+                    found.append(Entry(name, *(numbers or ())))
             return tuple(sorted(found, key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -280,11 +273,7 @@ class LocalStore(Store):
             self._unsynced |= {os.path.dirname(file) for file in files}
 
     def delete_same(self, path: str, data: bytes) -> bool:
-        """Delete a small file if it holds just these bytes; see `Store.delete_same`.
-
-        If the disk has locks, a concurrent `replace` of that file comes either before (the file
-        stays) or after.
-        """
+        """Delete a small file if it holds just these bytes; see `Store.delete_same`."""
         file = self._file(path)
         try:
             with system.reported("delete", file), system.locked_folder(os.path.dirname(file)):
@@ -333,16 +322,12 @@ class LocalStore(Store):
     def _create(self, file: str) -> int:
         """Open a new file: make its folders, and remove an old file."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        folder = os.path.dirname(file)
         for _ in range(_ATTEMPTS):  # a concurrent delete may remove the folder once more
-            try:
-                self._make_folder(folder)
-                return os.open(file, flags, 0o666)
-            except FileNotFoundError:
-                continue
-            except FileExistsError:
-                with suppress(FileNotFoundError):
-                    os.unlink(file)
+            with suppress(FileNotFoundError):
+                self._make_folder(os.path.dirname(file))
+                with suppress(FileExistsError):
+                    return os.open(file, flags, 0o666)
+                os.unlink(file)
         return os.open(file, flags, 0o666)
 
     def _make_folder(self, folder: str) -> None:
@@ -375,7 +360,7 @@ class LocalStore(Store):
 def _write_runs(fd: int, ranges: Iterable[tuple[int, memoryview]]) -> int:
     """Write parts of a file, and have the disk begin with each; return how many bytes."""
     written = 0
-    for offset, views in gather(ranges, max_bytes=_WAIT, max_views=system.IOV_MAX):
+    for offset, views in _runs(ranges, _WAIT):
         done = system.write_run(fd, offset, views)
         system.start_writeback(fd, offset, done)
         written += done

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import re
+import secrets
 import stat
 import sys
 import time
@@ -30,7 +31,7 @@ IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") els
 """How many buffers one call of preadv or pwritev takes."""
 
 TEMPORARY: Final = ".tmp"
-"""The end of the name of a file that a killed `LocalStore.replace` leaves behind."""
+"""The end of the name of a file that is not in place yet."""
 
 _KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE, so that an unfinished file is short
 _WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
@@ -173,11 +174,7 @@ def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.Di
 
 @cache
 def can_map() -> bool:
-    """Return whether the system can report unreadable pages as an error when they are requested.
-
-    Where it cannot, touching such a page (the disk fails, the file was cut short) would kill the
-    process.
-    """
+    """Return whether the system can report unreadable pages, which else would kill the process."""
     try:
         with mmap.mmap(-1, PAGE) as page:
             page.madvise(_POPULATE)
@@ -189,8 +186,7 @@ def can_map() -> bool:
 def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
     """Map a file's pages from the start of the first range to the end of the last.
 
-    All pages of the ranges are requested first, so that an unreadable one is an error. Only the
-    bytes in the ranges may be read.
+    All pages of the ranges are requested first: an unreadable one is an error.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -256,30 +252,33 @@ def sync_folder(path: str) -> None:
 
 @contextmanager
 def locked_folder(path: str) -> Iterator[None]:
-    """Lock a folder against other callers of this, for a moment.
+    """Lock a folder against other callers of this, for a moment, on a disk that has locks.
 
-    On a disk without locks this does nothing. A lock that is held for many seconds is ignored: its
-    process was stopped.
+    A lock that is held for many seconds is ignored: its process was stopped.
     """
+    end = time.monotonic() + _PATIENCE
     with closing(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)) as fd:
         try:
-            _lock(fd)
+            with suppress(OSError):
+                while not _try_lock(fd) and time.monotonic() < end:
+                    time.sleep(_TICK)
             yield
         finally:
             with suppress(OSError):  # explicitly: a process that was just forked has it, too
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
 
-def _lock(fd: int) -> None:
-    end = time.monotonic() + _PATIENCE
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(_TICK)
-        except OSError:
-            return
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def temporary(file: str) -> str:
+    """Return a name for a file until it is in place."""
+    return f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
 
 
 def is_temporary(name: str, file: str) -> bool:

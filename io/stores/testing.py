@@ -21,14 +21,11 @@ _VERBS: Final = _NAMES | {"size": "measure", "exists": "find", "read": "read", "
 
 @attrs.frozen
 class Operation:
-    """One call of a store.
+    """One call of a store; each deleted file is one of its own.
 
     Attributes:
-        name: What was asked: ``read`` (a whole file, too), ``write``, ``replace``, ``size``,
-            ``exists``, ``list`` (with sizes and times, too), ``delete`` or ``sync``.
-        path: The file or folder; the empty name where there is none. Each deleted file is an
-            operation of its own.
-        nbytes: How many bytes were read or written.
+        name: What was asked: ``read``, ``write``, ``replace``, ``size``, ``exists``, ``list``,
+            ``delete`` or ``sync``.
         ranges: For a read, its byte offsets and lengths.
     """
 
@@ -39,10 +36,7 @@ class Operation:
 
 
 class CountingStore(WrappedStore):
-    """A store that records the calls that succeed.
-
-    Attributes:
-        operations: All calls so far, in the order in which they ended, from any thread.
+    """A store that records the calls that succeed: ``operations``, in the order in which they end.
 
     >>> from shardplan.io.stores.base import open_store
     >>> store = CountingStore(open_store("memory://counting"))
@@ -121,8 +115,8 @@ class InjectedError(StoreError):
 class FaultyStore(WrappedStore):
     """A store that fails at one chosen change: a write, a replacement, a deletion or a sync.
 
-    Run once without a fault to count the changes, then once for each of them: the store must still
-    hold a checkpoint that loads.
+    Run once without a fault to count the ``changes``, then once for each of them: the store must
+    still hold a checkpoint that loads.
 
     Args:
         inner: The store to change.
@@ -132,11 +126,8 @@ class FaultyStore(WrappedStore):
             one raises, and nothing more reaches the store. ``"late"`` fails this once, like a
             request that times out, and happens when `arrive` is called.
         landed: How much of the failing change happens at once, from 0 to 1: that share of a
-            file's bytes, or of the files to delete. An atomic write or replacement happens only
-            if this is 1: done, but the answer was lost. A late change does not happen at once.
-
-    Attributes:
-        changes: How many changes were asked for; with ``questions``, how many calls.
+            file's bytes, or of the files to delete. An atomic one happens only if this is 1: done,
+            but the answer was lost. A late change does not happen at once.
 
     >>> from shardplan.io.stores.base import open_store
     >>> store = open_store("memory://faulty")
@@ -157,9 +148,8 @@ class FaultyStore(WrappedStore):
         landed: float = 0.5,
     ) -> None:
         if mode not in {"raise", "stop", "late"} or not 0 <= landed <= 1:
-            raise ValueError(
-                f"mode is raise, stop or late, landed from 0 to 1; not {mode}, {landed}"
-            )
+            what = "mode is raise, stop or late, landed from 0 to 1"
+            raise ValueError(f"{what}; not {mode}, {landed}")
         super().__init__(inner)
         self.changes = 0
         self._fail_at, self._questions, self._mode, self._landed = fail_at, questions, mode, landed
@@ -171,7 +161,7 @@ class FaultyStore(WrappedStore):
     def passing(self, operation: str, path: str) -> Iterator[str]:
         """Fail instead of a call that changes nothing, if it is its turn."""
         if operation in _VERBS:
-            self._check(_VERBS[operation], path)
+            self._refuse_stopped(_VERBS[operation], path)
             if self._questions and self._fails(_VERBS[operation], path):
                 raise self._error(_VERBS[operation], path)
         yield path
@@ -231,14 +221,14 @@ class FaultyStore(WrappedStore):
             now()
         return self._error(operation, path)
 
-    def _check(self, operation: str, path: str) -> None:
+    def _refuse_stopped(self, operation: str, path: str) -> None:
         if self._stopped:
             raise InjectedError(operation, path, "the store was stopped before", kind="stopped")
 
     def _fails(self, operation: str, path: str) -> bool:
         """Count a call, and return whether it is the one to fail."""
         with self._lock:
-            self._check(operation, path)
+            self._refuse_stopped(operation, path)
             fails = self.changes == self._fail_at
             self.changes += 1
             self._stopped = fails and self._mode == "stop"

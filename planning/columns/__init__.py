@@ -6,7 +6,8 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .arrays import (  # isort: skip
-        DAMAGE, Ints, column, distinct, numbered, pack, padded, readonly, unpack, within,
+        DAMAGE, Ints, column, distinct, numbered, pack, padded, readonly, row_tuples,
+        unpack, within,
     )  # fmt: skip
     from .cuts import cut_items, cut_reads
     from .frames import Coded, SourceFrame, TargetFrame
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
-        "arrays": "DAMAGE Ints column distinct numbered pack padded readonly unpack within",
+        "arrays": (
+            "DAMAGE Ints column distinct numbered pack padded readonly row_tuples unpack within"
+        ),
         "cuts": "cut_items cut_reads",
         "frames": "Coded SourceFrame TargetFrame",
         "items": "Catalog Head WriteItems",

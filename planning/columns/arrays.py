@@ -12,15 +12,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CodecError
-
-__all__ = [
-    "DAMAGE", "Columns", "Index", "Ints", "column", "distinct", "flat", "group_rows", "numbered",
-    "pack", "pack_names", "padded", "readonly", "unpack", "unpack_names", "within",
-]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
@@ -29,14 +25,8 @@ T = TypeVar("T")
 
 # Exceptions that decoding damaged bytes can raise (RuntimeError for deep nesting).
 DAMAGE: Final = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError
+)  # fmt: skip
 
 _MAGIC: Final = b"SPLN1\n"
 _WIDTHS: Final = ("|u1", "<u2", "<u4", "<i8")
@@ -62,6 +52,76 @@ def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) 
     """Return rows of different lengths as one array, padded with ``value``."""
     axes = max(map(len, rows), default=0) if width is None else width
     return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
+
+
+def pad(columns: Ints, axes: int, value: int) -> Ints:
+    """Return ``columns`` with columns of ``value`` added, up to ``axes`` columns."""
+    missing = axes - columns.shape[1]
+    if missing <= 0:
+        return columns
+    return np.concatenate([columns, np.full((len(columns), missing), value, np.int64)], axis=1)
+
+
+@attrs.frozen(eq=False, repr=False, weakref_slot=False)
+class Table:
+    """An attrs record of columns: arrays, and tables of as many rows. All rows share the rest."""
+
+    def take(self, rows: Index | slice) -> Self:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        return type(self)(*(_taken(value, rows) for value in _fields(self)))
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """Concatenate tables; boxes are padded, sizes and lengths with 1, others with 0."""
+        ends = [1 if f.name.endswith(("sizes", "lengths")) else 0 for f in attrs.fields(cls)]
+        columns = zip(*map(_fields, parts), strict=True)
+        return cls(*(_concat(values, fill) for values, fill in zip(columns, ends, strict=True)))
+
+    def same(self, other: Self) -> bool:
+        """Compare with a table of the same length."""
+        return all(map(_equals, _fields(self), _fields(other)))
+
+
+def _fields(table: Table) -> list[Any]:
+    return [getattr(table, field.name) for field in attrs.fields(type(table))]
+
+
+def _taken(value: Any, rows: Index | slice) -> Any:
+    if isinstance(value, np.ndarray):
+        return readonly(value[rows])
+    return value.take(rows) if isinstance(value, Table) else value
+
+
+def _concat(values: Sequence[Any], fill: int) -> Any:
+    if isinstance(values[0], Table):
+        return type(values[0]).concat(values)
+    if not isinstance(values[0], np.ndarray):
+        return values[0]
+    if values[0].ndim == 2:
+        width = max(value.shape[1] for value in values)
+        values = [pad(value, width, fill) for value in values]
+    return readonly(np.concatenate(values))
+
+
+def _equals(mine: Any, theirs: Any) -> bool:
+    if isinstance(mine, np.ndarray):
+        return np.array_equal(mine, theirs)
+    return mine.same(theirs) if isinstance(mine, Table) else bool(mine == theirs)
+
+
+def row_tuples(table: Ints, widths: Ints) -> list[tuple[int, ...]]:
+    """Return the first ``widths`` numbers of each row as a tuple; equal ones are one object.
+
+    >>> row_tuples(np.array([[2, 3], [4, 1], [2, 3]]), np.array([2, 1, 2]))
+    [(2, 3), (4,), (2, 3)]
+    """
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    rows: Iterable[tuple[int, ...]] = [()] * len(table)
+    if table.shape[1]:
+        rows = zip(*table.T.tolist(), strict=True)
+    if (widths != table.shape[1]).any():
+        rows = (row[:width] for row, width in zip(rows, widths.tolist(), strict=True))
+    return [seen.setdefault(row, row) for row in rows]
 
 
 class Columns(Sequence[T]):

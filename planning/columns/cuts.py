@@ -12,37 +12,16 @@ import attrs
 import numpy as np
 
 from ..geometry.axes import Axes, Cut, cut
-from ..geometry.tilings import pad
-from .arrays import Ints, column, group_rows, padded, readonly
+from .arrays import Ints, column, group_rows, pad, padded, readonly
 from .frames import Coded, SourceFrame, TargetFrame
 from .items import WriteItems
 from .reads import ReadItems
 
-__all__ = ["CutItems", "CutReads", "cut_items", "cut_reads"]
 
+def cut_items(items: WriteItems, rows: Ints, shift: Ints, sizes: Ints) -> tuple[WriteItems, Ints]:
+    """Return the parts of items inside boxes of their chunks, and the box of each part, ascending.
 
-class CutItems(NamedTuple):
-    """Parts of items."""
-
-    items: WriteItems
-    of: Ints  # per part, the number of the box that it lies in, ascending
-
-
-class CutReads(NamedTuple):
-    """Parts of reads."""
-
-    reads: ReadItems
-    of: Ints
-
-
-def cut_items(items: WriteItems, rows: Ints, shift: Ints, sizes: Ints) -> CutItems:
-    """Return the parts of items inside boxes of their chunks.
-
-    Args:
-        items: The items.
-        rows: The item of each box.
-        shift: The start of each box, relative to that item's chunk.
-        sizes: The sizes of each box.
+    ``rows`` has the item of each box, and ``shift`` its start in that item's chunk.
     """
     if items.frame is None:
         part = attrs.evolve(
@@ -52,39 +31,27 @@ def cut_items(items: WriteItems, rows: Ints, shift: Ints, sizes: Ints) -> CutIte
             source_offsets=readonly(items.shard_offsets[rows]),
             hint=None,
         )
-        return CutItems(part, np.arange(len(rows)))
+        return part, np.arange(len(rows))
     mine = items.take(rows)
     ndim = items.catalog.ndim[mine.row]
     frame = mine.source_frame
     parts = _cut(frame.axes, (frame.ndim, frame.sizes), (ndim, mine.sizes), (shift, sizes))
     taken = mine.take(parts.of)
     offsets = np.where(taken.is_fill[:, None], 0, taken.box_offsets + parts.box_offsets)
+    ndims, fills = readonly(frame.ndim[parts.of]), frame.fill.take(parts.of)
     part = attrs.evolve(
         taken,
         offsets=readonly(taken.offsets + parts.offsets),
         sizes=parts.sizes,
         source_offsets=taken.shard_offsets,
         hint=None,
-        frame=SourceFrame(
-            readonly(frame.ndim[parts.of]),
-            readonly(offsets),
-            parts.box_sizes,
-            parts.axes,
-            frame.fill.take(parts.of),
-        ),
+        frame=SourceFrame(ndims, readonly(offsets), parts.box_sizes, parts.axes, fills),
     )
-    return CutItems(part, parts.of)
+    return part, parts.of
 
 
-def cut_reads(reads: ReadItems, rows: Ints, shift: Ints, lengths: Ints) -> CutReads:
-    """Return the parts of reads inside boxes of what they read.
-
-    Args:
-        reads: The reads.
-        rows: The read of each box.
-        shift: The start of each box, relative to what is read.
-        lengths: The sizes of each box.
-    """
+def cut_reads(reads: ReadItems, rows: Ints, shift: Ints, lengths: Ints) -> tuple[ReadItems, Ints]:
+    """Return the parts of reads inside boxes of what they read; see `cut_items`."""
     mine = reads.take(rows)
     if mine.frame is None:
         part = attrs.evolve(
@@ -93,7 +60,7 @@ def cut_reads(reads: ReadItems, rows: Ints, shift: Ints, lengths: Ints) -> CutRe
             storage_offsets=readonly(mine.storage_offsets + shift),
             lengths=readonly(lengths),
         )
-        return CutReads(part, np.arange(len(rows)))
+        return part, np.arange(len(rows))
     frame = mine.frame
     parts = _cut(
         frame.axes, (frame.ndim, frame.lengths), (mine.ndim, mine.lengths), (shift, lengths)
@@ -106,7 +73,7 @@ def cut_reads(reads: ReadItems, rows: Ints, shift: Ints, lengths: Ints) -> CutRe
         lengths=parts.sizes,
         frame=TargetFrame(readonly(frame.ndim[parts.of]), parts.box_sizes, parts.axes),
     )
-    return CutReads(part, parts.of)
+    return part, parts.of
 
 
 class _Parts(NamedTuple):
@@ -126,11 +93,8 @@ Boxes = tuple[Ints, Ints]
 def _cut(axes: Coded[Axes], source: Boxes, chunk: Boxes, within: Boxes) -> _Parts:
     """Cut pairs of boxes.
 
-    Args:
-        axes: How the axes of each source box become those of its chunk.
-        source: The number of axes of each source box, and its sizes.
-        chunk: Likewise of each chunk.
-        within: The start of each part, relative to its chunk, and its sizes.
+    ``source`` and ``chunk`` have the number of axes and the sizes of each box, ``within`` the start
+    of each part in its chunk, and its sizes.
     """
     rows = np.flatnonzero(axes.known)
     keys = (*source, *chunk, *within)

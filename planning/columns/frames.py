@@ -13,30 +13,24 @@ import numpy as np
 import numpy.typing as npt
 
 from ..geometry.axes import Axes
-from ..geometry.tilings import MAX_AXES, pad
+from ..geometry.tilings import MAX_AXES
 from ..records import fill_value, fitting_axes
-from .arrays import Index, Ints, column, flat, group_rows, numbered, readonly, within
-
-__all__ = ["Coded", "SourceFrame", "TargetFrame", "check_boxes"]
+from .arrays import Ints, Table, column, flat, group_rows, numbered, pad, readonly, within
 
 T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
-class Coded(Generic[T]):
+class Coded(Table, Generic[T]):
     """A column with few distinct values.
-
-    Attributes:
-        number: The position in ``values`` of each row's value; -1 for None.
-        values: The distinct values.
 
     >>> coded = Coded.of(["a", None, "a"])
     >>> coded.number.tolist(), coded.values, coded[1]
     ([0, -1, 0], ('a',), None)
     """
 
-    number: Ints
-    values: tuple[T, ...] = ()
+    number: Ints  # the position in ``values`` of each row's value; -1 for None
+    values: tuple[T, ...] = ()  # the distinct values
 
     @classmethod
     def of(cls, values: Iterable[T | None]) -> Coded[T]:
@@ -62,12 +56,8 @@ class Coded(Generic[T]):
         """Which rows have a value."""
         return self.number >= 0
 
-    def take(self, rows: Index | slice) -> Coded[T]:
-        """Return the given rows."""
-        return Coded(readonly(self.number[rows]), self.values)
-
     @classmethod
-    def concat(cls, parts: Sequence[Coded[T]]) -> Coded[T]:
+    def concat(cls, parts: Sequence[Self]) -> Self:
         """Concatenate several columns."""
         table: dict[T, int] = {}
         new = [column([*(table.setdefault(v, len(table)) for v in p.values), -1]) for p in parts]
@@ -83,50 +73,27 @@ class Coded(Generic[T]):
         new[order] = np.arange(len(order))
         return Coded(column(new[self.number]), tuple(self.values[n] for n in order.tolist()))
 
-    def same(self, other: Coded[T]) -> bool:
+    def same(self, other: Self) -> bool:
         """Compare with a column of the same length."""
         mine, theirs = self.canonical(), other.canonical()
         return mine.values == theirs.values and np.array_equal(mine.number, theirs.number)
 
 
 @attrs.frozen(eq=False)
-class SourceFrame:
-    """The source box of each item. Fills and non-tensor values have none.
+class SourceFrame(Table):
+    """The source box of each item. Fills and non-tensor values have none."""
 
-    Attributes:
-        ndim: The number of axes of the source's tensor.
-        offsets, sizes: The box, in the global frame of the source's tensor, padded with 0 and 1.
-        axes: How its axes become those of the chunk; None if they are the same.
-        fill: The value of padding; None for all other items.
-    """
-
-    ndim: Ints
-    offsets: Ints
+    ndim: Ints  # the number of axes of the source's tensor
+    offsets: Ints  # the box, in the global frame of the source's tensor, padded with 0 and 1
     sizes: Ints
-    axes: Coded[Axes]
-    fill: Coded[float]
-
-    def take(self, rows: Index | slice) -> SourceFrame:
-        """Return the given rows."""
-        return SourceFrame(
-            readonly(self.ndim[rows]),
-            readonly(self.offsets[rows]),
-            readonly(self.sizes[rows]),
-            self.axes.take(rows),
-            self.fill.take(rows),
-        )
+    axes: Coded[Axes]  # how its axes become those of the chunk; None if they are the same
+    fill: Coded[float]  # the value of padding; None for all other items
 
     @classmethod
-    def concat(cls, parts: Sequence[SourceFrame]) -> SourceFrame:
-        """Concatenate several frames."""
-        width = max(part.offsets.shape[1] for part in parts)
-        return cls(
-            column(np.concatenate([p.ndim for p in parts])),
-            column(np.concatenate([pad(p.offsets, width, 0) for p in parts])),
-            column(np.concatenate([pad(p.sizes, width, 1) for p in parts])),
-            Coded.concat([p.axes for p in parts]),
-            Coded.concat([p.fill for p in parts]),
-        )
+    def of_chunks(cls, ndim: Ints, offsets: Ints, sizes: Ints) -> SourceFrame:
+        """Return the frame of boxes that are the chunks that they become."""
+        none = Coded[Any].none(len(ndim))
+        return cls(ndim, offsets, sizes, none, none)
 
     def canonical(self) -> SourceFrame:
         """Return the form that is equal for equal rows: no unused columns or values."""
@@ -139,14 +106,9 @@ class SourceFrame:
             self.fill.canonical(),
         )
 
-    def same(self, other: SourceFrame) -> bool:
+    def same(self, other: Self) -> bool:
         """Compare with a frame of the same length."""
-        mine, theirs = self.canonical(), other.canonical()
-        boxes = all(
-            np.array_equal(getattr(mine, c), getattr(theirs, c))
-            for c in ("ndim", "offsets", "sizes")
-        )
-        return boxes and mine.axes.same(theirs.axes) and mine.fill.same(theirs.fill)
+        return Table.same(self.canonical(), other.canonical())
 
     def is_plain(self, ndim: Ints, offsets: Ints, sizes: Ints) -> bool:
         """Return True if every box is the chunk itself."""
@@ -177,17 +139,10 @@ class SourceFrame:
         ndim: Ints,
         sizes: Ints,
     ) -> Self | None:
-        """Decode; None if there is no frame.
+        """Decode what `pack` returned, if there is a frame, or raise an error of `DAMAGE`.
 
-        Args:
-            header: What `pack` returned first.
-            arrays: What `pack` returned second, among others.
-            is_bytes: Which items are non-tensor values.
-            ndim: The number of axes of the items' chunks.
-            sizes: Their sizes.
-
-        Raises:
-            ValueError: The columns are inconsistent; other errors of `DAMAGE` are possible.
+        ``is_bytes`` marks the items that are non-tensor values; ``ndim`` and ``sizes`` are those of
+        the items' chunks.
         """
         if "box.ndim" not in arrays:
             return None
@@ -210,47 +165,18 @@ class SourceFrame:
 
 
 @attrs.frozen(eq=False)
-class TargetFrame:
-    """Which box of the state dict each read fills; one row per read.
+class TargetFrame(Table):
+    """Which box of the state dict each read fills; one row per read."""
 
-    Attributes:
-        ndim: The number of axes of the tensor in the state dict.
-        lengths: The size of the box that is filled, padded with 1.
-        axes: How its axes become those of the box that is read; None if they are the same.
-    """
-
-    ndim: Ints
-    lengths: Ints
+    ndim: Ints  # the number of axes of the tensor in the state dict
+    lengths: Ints  # the size of the box that is filled, padded with 1
+    # How its axes become those of the box that is read; None if they are the same.
     axes: Coded[Axes]
-
-    def take(self, rows: Index | slice) -> TargetFrame:
-        """Return the given rows."""
-        return TargetFrame(
-            readonly(self.ndim[rows]), readonly(self.lengths[rows]), self.axes.take(rows)
-        )
-
-    @classmethod
-    def concat(cls, parts: Sequence[TargetFrame], width: int) -> TargetFrame:
-        """Concatenate several frames."""
-        return cls(
-            column(np.concatenate([p.ndim for p in parts])),
-            column(np.concatenate([pad(p.lengths, width, 1) for p in parts])),
-            Coded.concat([p.axes for p in parts]),
-        )
-
-    def same(self, other: TargetFrame) -> bool:
-        """Compare with a frame of the same length."""
-        pairs = ((self.ndim, other.ndim), (self.lengths, other.lengths))
-        return all(np.array_equal(a, b) for a, b in pairs) and self.axes.same(other.axes)
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Ints]]:
         """Return the JSON data and the arrays that `unpack` takes."""
-        arrays = {
-            "dest_ndim": self.ndim,
-            "dest_lengths": self.lengths,
-            "axes": self.axes.number + 1,
-        }
-        return {"axes": _packed(self.axes.values)}, arrays
+        boxes = {"dest_ndim": self.ndim, "dest_lengths": self.lengths}
+        return {"axes": _packed(self.axes.values)}, {**boxes, "axes": self.axes.number + 1}
 
     @classmethod
     def unpack(
@@ -289,11 +215,7 @@ def _check_codes(coded: Coded[Any], count: int) -> None:
 def check_boxes(
     ndim: Ints, width: int, offsets: Sequence[Ints] = (), sizes: Sequence[Ints] = ()
 ) -> None:
-    """Refuse offsets and sizes of boxes that are negative or reach past their axes.
-
-    Raises:
-        ValueError: A column is damaged.
-    """
+    """Refuse offsets and sizes of boxes that are negative or reach past their axes."""
     flat({"ndim": ndim}, "ndim")
     if any(c.shape != (len(ndim), width) for c in (*offsets, *sizes)) or width > MAX_AXES:
         raise ValueError("its columns differ in length or axes")

@@ -16,27 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CodecError
-from ..geometry.tilings import MAX_AXES, Chunk, pad
+from ..geometry.tilings import MAX_AXES, Chunk
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
-from .arrays import (
-    DAMAGE,
-    Columns,
-    Index,
-    Ints,
-    column,
-    flat,
-    numbered,
-    pack,
-    pack_names,
-    padded,
-    readonly,
-    unpack,
-    unpack_names,
-    within,
-)
-from .frames import Coded, SourceFrame, check_boxes
 
-__all__ = ["NO_CHUNK", "Catalog", "Head", "WriteItems", "merge_catalogs"]
+from .arrays import (  # isort: skip
+    DAMAGE, Columns, Ints, Table, column, flat, numbered, pack, pack_names, padded, readonly,
+    pad, row_tuples, unpack, unpack_names, within,
+)  # fmt: skip
+from .frames import Coded, SourceFrame, check_boxes
 
 NO_CHUNK: Final = Chunk((), ())  # the chunk of a non-tensor value
 _TYPES: Final = {t.value: t for t in WriteItemType}
@@ -107,7 +94,10 @@ class Catalog:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         """All rows as hashable values."""
-        return tuple(map(self.head, range(len(self))))
+        types = [_TYPES[number] for number in self.type.tolist()]
+        props = [(*self.props, None)[number] for number in self.prop.tolist()]
+        sizes = row_tuples(self.size, self.ndim)
+        return tuple(map(Head, self.names, self.sources, types, props, sizes))
 
     @cached_property
     def name_order(self) -> Ints:
@@ -183,26 +173,19 @@ def merge_catalogs(*catalogs: Catalog) -> Merged:
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class WriteItems(Columns[WriteItem]):
-    """A plan's `WriteItem`s.
+class WriteItems(Table, Columns[WriteItem]):
+    """A plan's `WriteItem`s."""
 
-    Attributes:
-        catalog: Their tensors.
-        row: The row of the catalog of each item.
-        offsets, sizes: Each item's chunk, in the global frame of the checkpoint's tensor.
-        source_offsets: The start of the shard that holds it, in the global frame of the state
-            dict's tensor; None if every box starts where its shard does.
-        hint: The look-up hints; None if there are none.
-        frame: The boxes of the state dict that become the chunks; None if they are the chunks.
-            If there is a frame, ``source_offsets`` is as wide as its boxes.
-    """
-
-    catalog: Catalog
-    row: Ints
-    offsets: Ints
+    catalog: Catalog  # their tensors
+    row: Ints  # the row of the catalog of each item
+    offsets: Ints  # each item's chunk, in the global frame of the checkpoint's tensor
     sizes: Ints
+    # The start of the shard that holds it, in the global frame of the state dict's tensor; None if
+    # every box starts where its shard does.
     source_offsets: Ints | None = None
-    hint: Ints | None = None
+    hint: Ints | None = None  # the look-up hints; None if there are none
+    # The boxes of the state dict that become the chunks; None if they are the chunks. If there is a
+    # frame, ``source_offsets`` is as wide as its boxes.
     frame: SourceFrame | None = None
 
     @classmethod
@@ -266,18 +249,6 @@ class WriteItems(Columns[WriteItem]):
         box = _chunk(frame.offsets, frame.sizes, row, axes)
         return WriteItem(index, kind, data, shard, box, frame.axes[row])
 
-    def take(self, rows: Index | slice) -> WriteItems:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        return WriteItems(
-            self.catalog,
-            readonly(self.row[rows]),
-            readonly(self.offsets[rows]),
-            readonly(self.sizes[rows]),
-            None if self.source_offsets is None else readonly(self.source_offsets[rows]),
-            None if self.hint is None else readonly(self.hint[rows]),
-            None if self.frame is None else self.frame.take(rows),
-        )
-
     def recatalog(self, catalog: Catalog, row: Ints) -> WriteItems:
         """Return the same chunks under another catalog, given each item's row in it."""
         width, sources = catalog.axes, self.source_offsets
@@ -306,18 +277,20 @@ class WriteItems(Columns[WriteItem]):
             moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(moved, numbers, strict=True)]
         if len(moved) == 1:
             return moved[0]
-        columns = [[m.row for m in moved], [m.offsets for m in moved], [m.sizes for m in moved]]
-        row, offsets, sizes = (readonly(np.concatenate(parts)) for parts in columns)
-        sources = hints = frame = None
-        if any(m.frame is not None for m in moved):
-            frame = SourceFrame.concat([m.source_frame for m in moved])
-        if any(m.source_offsets is not None for m in moved):
-            width = (offsets if frame is None else frame.offsets).shape[1]
-            sources = readonly(np.concatenate([pad(m.shard_offsets, width, 0) for m in moved]))
-        if any(m.hint is not None for m in moved):
-            every = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
-            hints = readonly(np.concatenate(every))
-        return cls(catalog, row, offsets, sizes, sources, hints, frame)
+        framed = any(m.frame is not None for m in moved)
+        apart = any(m.source_offsets is not None for m in moved)
+        hinted = any(m.hint is not None for m in moved)
+        return super().concat(
+            [
+                attrs.evolve(
+                    m,
+                    source_offsets=m.shard_offsets if apart else None,
+                    hint=m.hints if hinted else None,
+                    frame=m.source_frame if framed else None,
+                )
+                for m in moved
+            ]
+        )
 
     def canonical(self) -> WriteItems:
         """Return the canonical form, without hints and unused rows, equal for equal items."""
@@ -344,6 +317,11 @@ class WriteItems(Columns[WriteItem]):
         return int(self.frame.ndim[item])
 
     @property
+    def hints(self) -> Ints:
+        """The look-up hint of each item; -1 if there is none."""
+        return np.full(len(self), -1) if self.hint is None else self.hint
+
+    @property
     def box_offsets(self) -> Ints:
         """The start of each item's box in the state dict's tensor, in that tensor's frame."""
         return self.offsets if self.frame is None else self.frame.offsets
@@ -363,9 +341,7 @@ class WriteItems(Columns[WriteItem]):
         """The frame; made of the chunks if there is none."""
         if self.frame is not None:
             return self.frame
-        none = Coded[Any].none(len(self))
-        ndim = readonly(self.catalog.ndim[self.row])
-        return SourceFrame(ndim, self.offsets, self.sizes, none, none)
+        return SourceFrame.of_chunks(self.catalog.ndim[self.row], self.offsets, self.sizes)
 
     @property
     def is_fill(self) -> npt.NDArray[np.bool_]:
@@ -404,11 +380,8 @@ class WriteItems(Columns[WriteItem]):
             arrays["source_offsets"] = self.source_offsets
         if self.hint is not None:
             arrays["hint"] = self.hint + 1
-        header: dict[str, Any] = {}
-        if self.frame is not None:
-            header, columns = self.frame.pack()
-            arrays.update(columns)
-        return pack(header, arrays)
+        header, columns = ({}, {}) if self.frame is None else self.frame.pack()
+        return pack(header, {**arrays, **columns})
 
     @classmethod
     def from_bytes(
@@ -425,10 +398,9 @@ class WriteItems(Columns[WriteItem]):
             check_boxes(ndim, catalog.axes, [offsets], [sizes])
             frame = SourceFrame.unpack(header, arrays, catalog.is_bytes[row], ndim, sizes)
             sources = arrays.get("source_offsets")
-            if sources is not None and frame is None:
-                check_boxes(ndim, catalog.axes, [sources])
-            elif sources is not None and frame is not None:
-                check_boxes(frame.ndim, frame.offsets.shape[1], [sources])
+            if sources is not None:
+                boxes = (ndim, offsets) if frame is None else (frame.ndim, frame.offsets)
+                check_boxes(boxes[0], boxes[1].shape[1], [sources])
             hint = readonly(flat(arrays, "hint")[0] - 1) if "hint" in arrays else None
             if hint is not None and len(hint) != len(row):
                 raise ValueError("it has more hints than items, or fewer")

@@ -4,66 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
 
 from ..errors import CodecError
-from ..geometry.tilings import MAX_AXES, pad
+from ..geometry.tilings import MAX_AXES
 from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
-from .arrays import (
-    DAMAGE,
-    Columns,
-    Index,
-    Ints,
-    column,
-    flat,
-    pack,
-    pack_names,
-    padded,
-    readonly,
-    unpack,
-    unpack_names,
-    within,
-)
-from .frames import Coded, TargetFrame
 
-__all__ = ["ReadItems", "Transfers"]
+from .arrays import (  # isort: skip
+    DAMAGE, Columns, Ints, Table, column, flat, pack, pack_names, pad, padded, readonly, unpack,
+    unpack_names, within,
+)  # fmt: skip
+from .frames import Coded, TargetFrame
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class ReadItems(Columns[ReadItem]):
-    """A plan's `ReadItem`s; one row per read.
+class ReadItems(Table, Columns[ReadItem]):
+    """A plan's `ReadItem`s; one row per read."""
 
-    Attributes:
-        names: The names that ``dest`` and ``storage`` number.
-        type: `LoadItemType` values.
-        ndim: The number of axes of each read, in the checkpoint.
-        dest, dest_anchor, dest_hint: The shard of the state dict: name, start, hint.
-        dest_offsets: Where the read goes, relative to that shard.
-        storage, storage_anchor, storage_hint: The saved chunk, likewise.
-        storage_offsets: Where the read comes from, relative to that chunk.
-        lengths: The size of the read, in elements.
-        frame: The boxes of the state dict that are filled, if they differ from what is read; then
-            the ``dest_`` columns, too, have their axes. All boxes are padded to the same width.
-    """
-
-    names: tuple[str, ...]
-    type: Ints
-    ndim: Ints
-    dest: Ints
+    names: tuple[str, ...]  # the names that ``dest`` and ``storage`` number
+    type: Ints  # `LoadItemType` values
+    ndim: Ints  # the number of axes of each read, in the checkpoint
+    dest: Ints  # the shard of the state dict: name, start, hint
     dest_anchor: Ints
     dest_hint: Ints
-    dest_offsets: Ints
-    storage: Ints
+    dest_offsets: Ints  # where the read goes, relative to that shard
+    storage: Ints  # the saved chunk, likewise
     storage_anchor: Ints
     storage_hint: Ints
-    storage_offsets: Ints
-    lengths: Ints
+    storage_offsets: Ints  # where the read comes from, relative to that chunk
+    lengths: Ints  # the size of the read, in elements
+    # The boxes of the state dict that are filled, if they differ from what is read; then the
+    # ``dest_`` columns, too, have their axes. All boxes are padded to the same width.
     frame: TargetFrame | None = None
 
     @classmethod
@@ -114,12 +91,6 @@ class ReadItems(Columns[ReadItem]):
         number = None if hint[row] < 0 else int(hint[row])
         return MetadataIndex(self.names[name[row]], offset, number)
 
-    def take(self, rows: Index | slice) -> ReadItems:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        columns = {k: readonly(v[rows]) for k, v in self._columns.items()}
-        frame = None if self.frame is None else self.frame.take(rows)
-        return ReadItems(self.names, **columns, frame=frame)
-
     def every(self, step: Sequence[int]) -> ReadItems:
         """Begin each read at its first destination that is a multiple of ``step`` on every axis.
 
@@ -131,7 +102,7 @@ class ReadItems(Columns[ReadItem]):
         shift = -self.dest_offsets % along
         lengths = self.lengths - shift
         moved = attrs.evolve(
-            self,
+            self.take(slice(None)),
             dest_offsets=readonly(self.dest_offsets + shift),
             storage_offsets=readonly(self.storage_offsets + shift),
             lengths=readonly(lengths),
@@ -154,6 +125,10 @@ class ReadItems(Columns[ReadItem]):
         """The number of elements that each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
+    def volume(self) -> int:
+        """Return how many elements all reads copy."""
+        return int(self.numel.sum())
+
     @property
     def target_frame(self) -> TargetFrame:
         """The frame; made of the reads if there is none."""
@@ -173,7 +148,7 @@ class ReadItems(Columns[ReadItem]):
 
     @property
     def _columns(self) -> dict[str, Ints]:
-        return {k: v for k, v in vars(self).items() if k in _COLUMNS}
+        return {k: getattr(self, k) for k in COLUMNS}
 
     def _same(self, other: ReadItems) -> bool:
         both = ReadItems.concat([self, other])
@@ -193,29 +168,24 @@ class ReadItems(Columns[ReadItem]):
             names: column([ids.setdefault(n, len(ids)) for n in names])
             for names in dict.fromkeys(part.names for part in parts)
         }
-        number = [by_names[part.names] for part in parts]
-        width = max((part.lengths.shape[1] for part in parts), default=0)
-        columns: dict[str, Ints] = {}
-        for key in _COLUMNS:
-            values = [getattr(part, key) for part in parts]
-            if key in ("dest", "storage"):
-                values = [at[v] if len(v) else v for at, v in zip(number, values, strict=True)]
-            elif values and values[0].ndim == 2:
-                values = [pad(v, width, 1 if key == "lengths" else 0) for v in values]
-            columns[key] = readonly(np.concatenate(values)) if values else getattr(cls.of(()), key)
-        frame = None
-        if any(part.frame is not None for part in parts):
-            frame = TargetFrame.concat([part.target_frame for part in parts], width)
-        return cls(tuple(ids), **columns, frame=frame)
+        framed = any(part.frame is not None for part in parts)
+        moved = [
+            attrs.evolve(
+                part.take(slice(None)),
+                names=tuple(ids),
+                dest=by_names[part.names][part.dest],
+                storage=by_names[part.names][part.storage],
+                frame=part.target_frame if framed else None,
+            )
+            for part in parts
+        ]
+        return super().concat(moved) if moved else cls.of(())
 
     def to_bytes(self) -> bytes:
         """Encode the columns."""
         shifted = {k: v + 1 if k.endswith("_hint") else v for k, v in self._columns.items()}
-        header: dict[str, Any] = {}
-        if self.frame is not None:
-            header, own = self.frame.pack()
-            shifted.update(own)
-        return pack(header, {**shifted, **pack_names("names", self.names)})
+        header, own = ({}, {}) if self.frame is None else self.frame.pack()
+        return pack(header, {**shifted, **own, **pack_names("names", self.names)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReadItems:
@@ -224,7 +194,7 @@ class ReadItems(Columns[ReadItem]):
         try:
             names = unpack_names("names", arrays)
             columns = {
-                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
+                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in COLUMNS
             }
             shape = count, axes = columns["lengths"].shape
             if any(v.shape != (shape if k in _BOXES else (count,)) for k, v in columns.items()):
@@ -243,7 +213,7 @@ class ReadItems(Columns[ReadItem]):
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class Transfers(Columns[Transfer]):
+class Transfers(Table, Columns[Transfer]):
     """`Transfer`s in columns: the reads, their source ranks and their target ranks."""
 
     reads: ReadItems
@@ -266,11 +236,6 @@ class Transfers(Columns[Transfer]):
         """Return the record of one row."""
         return Transfer(self.reads.record(row), int(self.source[row]), int(self.target[row]))
 
-    def take(self, rows: Index | slice) -> Transfers:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        ends = (readonly(self.source[rows]), readonly(self.target[rows]))
-        return Transfers(self.reads.take(rows), *ends)
-
     def _same(self, other: Transfers) -> bool:
         ends = ((self.source, other.source), (self.target, other.target))
         return self.reads == other.reads and all(np.array_equal(a, b) for a, b in ends)
@@ -279,10 +244,7 @@ class Transfers(Columns[Transfer]):
     def concat(cls, parts: Sequence[Transfers]) -> Transfers:
         """Concatenate several sequences."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
-        if len(parts) == 1:
-            return parts[0]
-        ends = [np.concatenate([getattr(p, end) for p in parts]) for end in ("source", "target")]
-        return cls(ReadItems.concat([p.reads for p in parts]), *map(readonly, ends))
+        return parts[0] if len(parts) == 1 else super().concat(parts)
 
     def to_bytes(self) -> bytes:
         """Encode the columns."""
@@ -313,5 +275,5 @@ def _frame(records: Sequence[ReadItem], width: int) -> TargetFrame | None:
     return TargetFrame(column([len(box) for box in boxes]), padded(boxes, 1, width), axes)
 
 
-_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name not in ("names", "frame"))
+COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name not in ("names", "frame"))
 _BOXES: Final = ("dest_anchor", "dest_offsets", "storage_anchor", "storage_offsets", "lengths")

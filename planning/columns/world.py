@@ -19,8 +19,6 @@ from .arrays import Ints, column, padded
 from .frames import SourceFrame
 from .items import Catalog, WriteItems
 
-__all__ = ["Rows", "World"]
-
 
 @attrs.frozen(eq=False, slots=False)
 class Rows:

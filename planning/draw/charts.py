@@ -87,21 +87,15 @@ class _Heat:
         return max(14.0, min(74.0, 480 / columns)), max(14.0, min(36.0, 448 / rows))
 
 
-def _heat(
-    traffic: Any,
-    writers: Writers | Iterable[SavePlan] | None,
-    units: tuple[str, str],
-    source_names: Sequence[str],
-) -> _Heat:
+def _heat(traffic: Any, writers: Any, units: tuple[str, str], source_names: Sequence[str]) -> _Heat:
     """Add bytes up in blocks that can be read; a world's pairs of ranks are never listed."""
-    if isinstance(traffic, WorldPlans) and isinstance(writers, Writers):
-        shape = writers.world_size, len(traffic)
-        steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
+    is_world = isinstance(traffic, WorldPlans) and isinstance(writers, Writers)
+    matrix = None if is_world else _matrix(traffic, writers)
+    shape = (writers.world_size, len(traffic)) if matrix is None else matrix.shape
+    steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
+    if matrix is None:
         sums = traffic_blocks(traffic, writers, steps)
     else:
-        matrix = _matrix(traffic, writers)
-        shape = matrix.shape[0], matrix.shape[1]
-        steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
         rows = np.add.reduceat(matrix, np.arange(0, shape[0], steps[0]), axis=0)
         sums = np.add.reduceat(rows, np.arange(0, shape[1], steps[1]), axis=1)
     if source_names and len(source_names) != shape[0]:
@@ -156,14 +150,12 @@ def _names(heat: _Heat) -> Iterator[str]:
 
 def _scale(x: float, y: float, height: float, most: float) -> Iterator[str]:
     """Draw the colour scale from most, on top, to nothing."""
-    if most:
-        for i in range(30):
-            fill = svg.ramp(0.97 * i / 29)
-            yield rect(x, y + height * i / 30, 14, height / 30 + 0.3, fill)
-        for share in (0.0, 0.5, 1.0):
-            at = y + height * share
-            yield line(x + 14, at, x + 18, at, svg.MUTED)
-            yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=svg.INK)
+    for i in range(30 if most else 0):
+        yield rect(x, y + height * i / 30, 14, height / 30 + 0.3, svg.ramp(0.97 * i / 29))
+    for share in (0.0, 0.5, 1.0) if most else ():
+        at = y + height * share
+        yield line(x + 14, at, x + 18, at, svg.MUTED)
+        yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=svg.INK)
     yield rect(x, y + height + 12, 14, 14, svg.EMPTY)
     yield text(x + 22, y + height + 23, "none", fill=svg.INK)
 
@@ -173,10 +165,8 @@ def _most(heat: _Heat, are_named: bool) -> str:
     if not heat.sums.any():
         return "Nothing is read."
     at = np.unravel_index(int(heat.sums.argmax()), heat.sums.shape)
-    ends = [
-        f"{unit}{'s' * (step > 1)} {names[i]}"
-        for unit, step, names, i in zip(heat.units, heat.steps, heat.names, at, strict=True)
-    ]
+    sides = zip(heat.units, heat.steps, heat.names, at, strict=True)
+    ends = [f"{unit}{'s' * (step > 1)} {names[i]}" for unit, step, names, i in sides]
     if are_named:
         ends[0] = svg.elide(heat.names[0][at[0]], 360, 12)
     total, largest = human_bytes(int(heat.sums.sum())), human_bytes(int(heat.sums.max()))
@@ -184,7 +174,7 @@ def _most(heat: _Heat, are_named: bool) -> str:
     if heat.steps == (1, 1):
         pairs = f"{np.count_nonzero(heat.sums):,} of {heat.sums.size:,} pairs share bytes"
         return f"{total} in all; {pairs}, {most}"
-    blocks = (counted(step, unit) for step, unit in zip(heat.steps, heat.units, strict=True))
+    blocks = map(counted, heat.steps, heat.units)
     return f"{total} in all, {most} Each cell adds up {' × '.join(blocks)}."
 
 
@@ -226,12 +216,8 @@ def draw_bytes(
         body.append(line(x, y, right, y, svg.EDGE))
         body.append(text(x - 8, y + 4, byte_tick(tick), anchor="end", fill=svg.INK))
     y = chart.level(float(values.mean()))
-    body += [
-        *_bars(chart),
-        line(x, y, right + 4, y, svg.INK, stroke_width=1.5, stroke_dasharray="5 3"),
-        text(right + 8, y + 4, mean, fill=svg.INK),
-        *_labels(chart),
-    ]
+    dashes = line(x, y, right + 4, y, svg.INK, stroke_width=1.5, stroke_dasharray="5 3")
+    body += [*_bars(chart), dashes, text(right + 8, y + 4, mean, fill=svg.INK), *_labels(chart)]
     size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 60
     return svg.card(title, counted(len(given), unit), "".join(body), _evenness(chart), size)
 
@@ -276,9 +262,8 @@ def _labels(chart: _Chart) -> Iterator[str]:
         yield middle(middles[i], _BOTTOM + 16, names[i], svg.INK)
     sizes = [byte_tick(value) for value in chart.values.tolist()]
     has_sizes = chart.step == 1 and max(width_of(words, 10) for words in sizes) <= chart.width
-    if has_sizes:
-        for x, words in zip(middles, sizes, strict=True):
-            yield middle(x, _BOTTOM + 30, words, svg.MUTED, font_size=10)
+    for x, words in zip(middles, sizes, strict=False) if has_sizes else ():
+        yield middle(x, _BOTTOM + 30, words, svg.MUTED, font_size=10)
     y = _BOTTOM + (46 if has_sizes else 34)
     yield middle((middles[0] + middles[-1]) / 2, y, chart.unit, svg.MUTED)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import unicodedata
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
@@ -17,11 +17,7 @@ from ..text import human_bytes
 
 __all__ = ["Picture"]
 
-INK: Final = "#1f2328"
-MUTED: Final = "#59636e"
-PAPER: Final = "#ffffff"
-EDGE: Final = "#d1d9e0"
-EMPTY: Final = "#eceff2"
+INK, MUTED, PAPER, EDGE, EMPTY = "#1f2328", "#59636e", "#ffffff", "#d1d9e0", "#eceff2"
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish; grey for black.
 PALETTE: Final = (
@@ -43,12 +39,7 @@ _WIDEST: Final = 760.0  # how far a card grows to fit its subtitle
 
 @attrs.frozen(repr=False)
 class Picture:
-    """A drawing as SVG text; Jupyter shows it, ``str()`` gives the text.
-
-    Attributes:
-        svg: The whole SVG document.
-        title: What is shown.
-        caption: How to read it.
+    """A drawing as SVG text, with its title and how to read it; Jupyter shows it.
 
     >>> Picture("<svg/>", "w", "Four chunks.")
     Picture: w. Four chunks.
@@ -103,14 +94,12 @@ def rect(
     return element("rect", *title, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
-def text(
-    x: float, y: float, words: str, *, anchor: str | None = None, **more: float | str | None
-) -> str:
+def text(x: float, y: float, words: str, *, anchor: str | None = None, **more: Any) -> str:
     """Write words; ``y`` is their base line."""
     return tag("text", words, x=x, y=y, text_anchor=anchor, **more)
 
 
-def middle(x: float, y: float, words: str, fill: str, **more: float | str | None) -> str:
+def middle(x: float, y: float, words: str, fill: str, **more: Any) -> str:
     """Write words whose middle is at ``x``."""
     return text(x, y, words, anchor="middle", fill=fill, **more)
 
@@ -188,11 +177,9 @@ def ink_on(fill: str) -> str:
 
 def luminance(colour: str) -> float:
     """Return how light a colour is, from 0 to 1, as WCAG 2 defines it."""
-    linear = [
-        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-        for c in (v / 255 for v in _channels(colour))
-    ]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    shares = [value / 255 for value in _channels(colour)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def _channels(colour: str) -> tuple[int, int, int]:
@@ -215,14 +202,11 @@ def thin(places: Sequence[float], gap: float) -> list[int]:
     >>> thin([0, 4, 10, 19, 20], 8)
     [0, 2, 4]
     """
-    if not places:
-        return []
-    kept = [0]
-    last = len(places) - 1
+    last, kept = len(places) - 1, [0][: len(places)]
     for i in range(1, last):
         if places[i] - places[kept[-1]] >= gap and places[last] - places[i] >= gap:
             kept.append(i)
-    return [*kept, last] if last else kept
+    return [*kept, last] if last > 0 else kept
 
 
 def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:
@@ -244,25 +228,24 @@ def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, 
     room = width - 2 * MARGIN
     lines = wrap(caption, room, 12)
     height = bottom + _LINE * len(lines) + MARGIN
-    svg = element(
-        "svg",
+    parts = [
         tag("title", title),
         tag("desc", f"{subtitle}. {caption}"),
         rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke=EDGE, rx=6),
         text(MARGIN, 30, elide(title, room, 16.5), font_size=15, font_weight=600, fill=INK),
         text(MARGIN, 50, elide(subtitle, room, 12), font_size=12, fill=MUTED),
         body,
-        *(
-            text(MARGIN, bottom + _LINE * (i + 1), words, font_size=12, fill=MUTED)
-            for i, words in enumerate(lines)
-        ),
-        xmlns="http://www.w3.org/2000/svg",
-        width=width,
-        height=height,
-        viewBox=f"0 0 {number(width)} {number(height)}",
-        role="img",
-        font_family="system-ui, sans-serif",
-        font_size=11,
-        style="max-width:100%;height:auto",
-    )
-    return Picture(svg, clean(title), clean(caption))
+    ]
+    for i, words in enumerate(lines, 1):
+        parts.append(text(MARGIN, bottom + _LINE * i, words, font_size=12, fill=MUTED))
+    look: dict[str, float | str] = {
+        "xmlns": "http://www.w3.org/2000/svg",
+        "width": width,
+        "height": height,
+        "viewBox": f"0 0 {number(width)} {number(height)}",
+        "role": "img",
+        "font_family": "system-ui, sans-serif",
+        "font_size": 11,
+        "style": "max-width:100%;height:auto",
+    }
+    return Picture(element("svg", *parts, **look), clean(title), clean(caption))

@@ -24,11 +24,6 @@ import attrs
 
 from .tilings import as_ints
 
-__all__ = [
-    "MAX_CUTS", "Axes", "Cut", "Digits", "canonical", "cut", "cut_source", "digits_of", "inverted",
-    "joined", "parts", "permuted", "reshaped",
-]  # fmt: skip
-
 MAX_CUTS: Final = 1 << 16
 """The most boxes that one box is cut into."""
 
@@ -80,8 +75,7 @@ def canonical(
 ) -> Axes | None:
     """Return the one value that stands for an arrangement; None if it is trivial.
 
-    Parts of size 1 are left out, and parts that stay neighbours are merged. An arrangement of fewer
-    than two elements has no more than one part.
+    Parts of size 1 are left out, and parts that stay neighbours are merged.
 
     >>> canonical((2, 3, 4), (2, 0, 1), (6, 4), (4, 2, 3))
     Axes(split=(6, 4), order=(1, 0))
@@ -125,16 +119,13 @@ def inverted(axes: Axes | None) -> Axes | None:
 
 
 def parts(axes: Axes | None, box_sizes: Sizes, chunk_sizes: Sizes) -> Axes:
-    """Return an arrangement in parts that cross no axis of either box.
+    """Return an arrangement in parts that cross no axis of either box, or raise ValueError.
 
     So ``source_box.reshape(split).transpose(order)`` and ``chunk.reshape(ordered)`` are views of
     their memory, however it is strided, with the same shape and the same elements.
 
     >>> parts(Axes((24,), (0,)), (6, 4), (2, 12))
     Axes(split=(2, 3, 4), order=(0, 1, 2))
-
-    Raises:
-        ValueError: There are no such parts, as between boxes of sizes (6, 4) and (4, 6).
     """
     if 0 in box_sizes:
         return Axes((0,), (0,))
@@ -148,26 +139,15 @@ def cut(
 ) -> tuple[Cut, ...]:
     """Cut the part inside a sub-box of the chunk into boxes of both sides.
 
-    Args:
-        axes: How the axes of the source box are those of the chunk.
-        box_sizes: The sizes of the source box.
-        chunk_sizes: The sizes of the chunk.
-        offsets: The start of the sub-box, relative to the chunk.
-        sizes: The sizes of the sub-box.
-
-    Returns:
-        The boxes, relative to the source box and to the chunk; together they hold each element of
-        the sub-box once.
+    The sub-box and the results are relative to the chunk and to the source box; together the
+    results hold each element of the sub-box once. Raise ValueError if there would be more than
+    `MAX_CUTS` boxes, or the two have no common parts (see `parts`).
 
     >>> for piece in cut(Axes((24,), (0,)), (6, 4), (24,), (2,), (9,)):
     ...     print(piece.box_offsets, piece.box_sizes, piece.chunk_offsets, piece.chunk_sizes)
     (0, 2) (1, 2) (2,) (2,)
     (1, 0) (1, 4) (4,) (4,)
     (2, 0) (1, 3) (8,) (3,)
-
-    Raises:
-        ValueError: There would be more than `MAX_CUTS` boxes, or the two boxes have no common
-            parts (see `parts`).
     """
     if axes is None:
         return (Cut(offsets, sizes, None, offsets, sizes),)
@@ -209,13 +189,10 @@ def permuted(
 def reshaped(before: Sizes, after: Sizes) -> tuple[Cut, ...]:
     """Cut a tensor into boxes that stay boxes when it is reshaped.
 
-    Merging and parting axes needs no cut.
+    Merging and parting axes needs no cut. There may be at most `MAX_CUTS` boxes.
 
     >>> len(reshaped((32, 128, 64), (4096, 64))), len(reshaped((5, 6, 4), (5, 4, 6)))
     (1, 8)
-
-    Raises:
-        ValueError: There would be more than `MAX_CUTS` boxes.
     """
     numel = (math.prod(before),)
     into = Cut((0,) * len(before), before, canonical(numel, (0,), before, numel), (0,), numel)
@@ -229,19 +206,13 @@ def reshaped(before: Sizes, after: Sizes) -> tuple[Cut, ...]:
 def joined(first: Cut, second: Cut) -> tuple[Cut, ...]:
     """Compose two arrangements where the chunk of the first overlaps the source box of the second.
 
-    Args:
-        first: A box of the source and its chunk.
-        second: A box in the frame of that chunk, and what becomes of it.
-
-    Returns:
-        Boxes of the first's source, and what becomes of them, in the frames of the arguments.
+    The second is a box in the frame of the first's chunk, and what becomes of it. The results, at
+    most `MAX_CUTS`, are boxes of the first's source and what becomes of them, in the frames of the
+    arguments.
 
     >>> transposed = Cut((0, 0), (2, 3), Axes((2, 3), (1, 0)), (0, 0), (3, 2))
     >>> joined(transposed, Cut((1, 0), (2, 2), None, (0, 0), (2, 2)))[0][:2]
     ((0, 1), (2, 2))
-
-    Raises:
-        ValueError: There would be more than `MAX_CUTS` boxes.
     """
     return _limited(_joined(first, second))
 

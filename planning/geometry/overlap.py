@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
@@ -14,10 +15,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, numbered
-from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
-
-__all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]
+from ..columns.arrays import Ints, distinct, numbered, pad
+from .tilings import Chunk, Grid, Tiling, tile_chunks
 
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
 _BLOCK: Final = 1 << 21
@@ -63,8 +62,7 @@ def overlap_many(
     """Overlap each box ``i`` with the chunks of ``tilings[which[i]]``.
 
     Boxes in grids are bisected together, one axis at a time; other tilings are swept along the axis
-    that leaves the fewest pairs to test. Columns past a tiling's own axes are padding: offset 0,
-    size 1.
+    that leaves the fewest pairs to test. Columns past a tiling's own axes are padding.
     """
     grids = np.array([isinstance(t, Grid) for t in tilings], bool)
     parts = []
@@ -93,37 +91,94 @@ def _merged(parts: Sequence[Overlap]) -> Overlap:
 def _meet_grids(
     tilings: Sequence[Tiling], numbers: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
 ) -> Overlap:
-    """Bisect boxes into their grids: per axis, one search over all cuts laid end to end."""
-    used, _, which = numbered(numbers[rows])
+    """Overlap boxes with grids, so many at a time that their cuts fit end to end."""
+    met = meet_grids(tilings, numbers[rows], offsets[rows], sizes[rows])
+    if met is None:
+        parts = [rows[numbers[rows] == n] for n in distinct(numbers[rows]).tolist()]
+        return _merged([_meet_grids(tilings, numbers, part, offsets, sizes) for part in parts])
+    found = met.pieces()
+    return attrs.evolve(found, box=rows[found.box])
+
+
+def meet_grids(
+    tilings: Sequence[Tiling], which: npt.NDArray[Any], offsets: Ints, sizes: Ints
+) -> GridOverlap | None:
+    """Overlap each box ``i`` with the cells of the grid ``tilings[which[i]]``, by rule.
+
+    Boxes are bisected together: per axis, one search over all cuts laid end to end. Return None if
+    there are too many for that.
+
+    >>> from shardplan.planning.geometry.tilings import tile
+    >>> rows = tile([[0, 0], [2, 0]], [[2, 6], [1, 6]])
+    >>> met = meet_grids([rows], np.zeros(1, int), np.array([[1, 2]]), np.array([[2, 4]]))
+    >>> met.count.tolist(), met.covered.tolist(), met.pieces().sizes.tolist()
+    ([2], [8], [[1, 4], [1, 4]])
+    """
+    used, _, which = numbered(which)
     longest = [max(tilings[n].bounds().ends, default=0) + 2 for n in used.tolist()]
     if len(used) > 1 and sum(longest) > _FAR:
-        parts = [rows[which == n] for n in range(len(used))]
-        return _merged([_meet_grids(tilings, numbers, part, offsets, sizes) for part in parts])
-    offsets, ends = offsets[rows], offsets[rows] + sizes[rows]
-    axes = offsets.shape[1]
-    first = np.empty((len(rows), axes), np.int64)  # the first cell of each axis that a box meets
-    counts = np.empty((len(rows), axes), np.int64)  # and how many cells
-    cells = np.empty((len(used), axes), np.int64)  # cells of each grid, per axis
-    rails = []
-    for axis in range(axes):
-        rail = _Rail([tilings[n].cuts[axis] if axis < tilings[n].ndim else _UNIT for n in used])
-        first[:, axis], counts[:, axis] = rail.bisect(which, offsets[:, axis], ends[:, axis])
-        cells[:, axis] = rail.cells
-        rails.append(rail)
-    piece, within = expand(counts)
-    chunk = np.zeros(len(piece), np.int64)
-    stride = np.ones(len(piece), np.int64)
-    lows, anchors, lengths = (np.empty((len(piece), axes), np.int64) for _ in range(3))
-    grid = which[piece]
-    for axis in reversed(range(axes)):  # the last axis runs fastest, as in row-major order
-        cell = first[piece, axis] + within[:, axis]
-        start, end = rails[axis].cell(grid, cell)
-        low = np.maximum(start, offsets[piece, axis])
-        anchors[:, axis], lows[:, axis] = start, low
-        lengths[:, axis] = np.minimum(end, ends[piece, axis]) - low
-        chunk += cell * stride
-        stride *= cells[grid, axis]
-    return Overlap(rows[piece], chunk, lows, lengths, anchors)
+        return None
+    axes, ends = offsets.shape[1], offsets + sizes
+    rails = tuple(
+        _Rail([tilings[n].cuts[x] if x < tilings[n].ndim else _UNIT for n in used])
+        for x in range(axes)
+    )
+    first, cells = np.empty((2, len(which), axes), np.int64)
+    for x, rail in enumerate(rails):
+        first[:, x], cells[:, x] = rail.bisect(which, offsets[:, x], ends[:, x])
+    return GridOverlap(which, offsets, ends, first, cells, rails)
+
+
+@attrs.frozen(eq=False, slots=False)
+class GridOverlap:
+    """Where boxes overlap cells of grids, as a product: along each axis, a run of cells."""
+
+    which: Ints  # the grid of each box, in order of use
+    offsets: Ints
+    ends: Ints
+    first: Ints  # per box and axis, the first cell
+    cells: Ints  # per box and axis, how many cells
+    rails: tuple[_Rail, ...]
+
+    @cached_property
+    def count(self) -> Ints:
+        """How many pieces each box has."""
+        return np.asarray(self.cells.prod(axis=1))
+
+    @cached_property
+    def covered(self) -> Ints:
+        """How many elements of each box lie in its grid."""
+        elements = np.ones(len(self.which), np.int64)
+        for axis, rail in enumerate(self.rails):
+            start, end = rail.span(self.which)
+            low = np.maximum(self.offsets[:, axis], start)
+            high = np.minimum(self.ends[:, axis], end)
+            elements *= np.maximum(high - low, 0)
+        return elements
+
+    def pieces(self, rows: Ints | None = None) -> Overlap:
+        """Return the pieces, or those of the given numbers among all of them, in that order."""
+        if rows is None:
+            piece, within = expand(self.cells)
+        else:
+            ends = np.cumsum(self.count)
+            piece = np.searchsorted(ends, rows, side="right")
+            within = _unravelled(rows - (ends - self.count)[piece], self.cells[piece])
+        chunk = np.zeros(len(piece), np.int64)
+        stride = np.ones(len(piece), np.int64)
+        shape = (len(piece), len(self.rails))
+        lows, anchors, lengths = (np.empty(shape, np.int64) for _ in range(3))
+        grid = self.which[piece]
+        for axis in reversed(range(len(self.rails))):  # the last axis runs fastest, as row-major
+            rail = self.rails[axis]
+            cell = self.first[piece, axis] + within[:, axis]
+            start, end = rail.cell(grid, cell)
+            low = np.maximum(start, self.offsets[piece, axis])
+            anchors[:, axis], lows[:, axis] = start, low
+            lengths[:, axis] = np.minimum(end, self.ends[piece, axis]) - low
+            chunk += cell * stride
+            stride *= rail.cells[grid]
+        return Overlap(piece, chunk, lows, lengths, anchors)
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
@@ -135,13 +190,16 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
     """
     total = counts.prod(axis=1)
     row = np.repeat(np.arange(len(counts)), total)
-    rest = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
-    cell = np.empty((len(row), counts.shape[1]), np.int64)
+    nth = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    return row, _unravelled(nth, counts[row])
+
+
+def _unravelled(nth: Ints, counts: Ints) -> Ints:
+    """Return the position of the given cells of grids, row-major."""
+    cell = np.empty((len(nth), counts.shape[1]), np.int64)
     for axis in reversed(range(counts.shape[1])):
-        along = counts[row, axis]
-        cell[:, axis] = rest % along
-        rest = rest // along
-    return row, cell
+        nth, cell[:, axis] = np.divmod(nth, counts[:, axis])
+    return cell
 
 
 _UNIT: Final = np.array([0, 1], np.int64)
@@ -168,6 +226,10 @@ class _Rail:
         first = np.searchsorted(self.cuts, starts, side="right") - 1
         last = np.searchsorted(self.cuts, ends, side="left")
         return first - self.start[grid], np.where(starts < ends, last - first, 0)
+
+    def span(self, grid: Ints) -> tuple[Ints, Ints]:
+        """Return the start and end of grids."""
+        return self.low[grid] - self.shift[grid], self.high[grid] - self.shift[grid]
 
     def cell(self, grid: Ints, cell: Ints) -> tuple[Ints, Ints]:
         """Return the start and end of a grid's cells."""
@@ -222,8 +284,8 @@ class _Candidates(NamedTuple):
 def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_Candidates]:
     """Return, on one axis, orders of b and, per interval of a, the run that it may overlap.
 
-    There is one order per power of two of b's lengths. Within it, an interval's start gives its end
-    within a factor of two, so that one long box among short ones does not slow the search.
+    There is one order per power of two of b's lengths, so that an interval's start gives its end
+    within a factor of two, and one long box among short ones does not slow the search.
     """
     candidates = []
     power = np.frexp((b_high - b_low).astype(np.float64))[1]
@@ -286,10 +348,7 @@ Corner = tuple[int, ...]
 
 
 def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[Corner, Corner]]:
-    """Walk slabs along the axis with the most cuts, and recurse into the other axes.
-
-    Adjacent slabs with the same missing cross-section are one gap.
-    """
+    """Walk slabs along the axis with the most cuts, and recurse; equal neighbours are one gap."""
     if any(s >= e for s, e in zip(start, end, strict=True)):
         return
     if not len(low):

@@ -21,11 +21,6 @@ import numpy.typing as npt
 
 from ..columns.arrays import Columns, Index, Ints, readonly
 
-__all__ = [
-    "MAX_AXES", "MAX_NUMEL", "Boxes", "Chunk", "Grid", "Tiling", "meet", "shape_fault", "tile",
-    "tile_chunks",
-]  # fmt: skip
-
 MAX_AXES: Final = 63
 """The most axes of a tensor; numpy's arrays have 64, and one is needed for an element's bytes."""
 MAX_NUMEL: Final = 1 << 59
@@ -235,10 +230,6 @@ class Boxes(Tiling):
 def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
     """Return the tiling of these chunks: a Grid if they form one in row-major order, else Boxes.
 
-    Args:
-        offsets: One row per chunk, one column per axis.
-        sizes: Likewise.
-
     >>> tile([[0], [2], [4]], [[2], [2], [2]])
     Grid(0:2:4:6)
     """
@@ -288,11 +279,3 @@ def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
         if not fits.all() or not (extents > 0).all():
             return None
     return Grid(tuple(cuts))
-
-
-def pad(columns: Ints, axes: int, value: int) -> Ints:
-    """Return ``columns`` with columns of ``value`` added, up to ``axes`` columns."""
-    missing = axes - columns.shape[1]
-    if missing <= 0:
-        return columns
-    return np.concatenate([columns, np.full((len(columns), missing), value, np.int64)], axis=1)

@@ -6,7 +6,9 @@ from ..door import door
 
 if TYPE_CHECKING:  # the same names as below, by module
     # isort: off
-    from .derive import DerivedPlans, derive_plans, described_plans, layout_key, on_meta
+    from .derive import DerivedPlans, derive_plans, world_metadata
+    from .descriptions import Description, JoinedPlans, derive_joined, describe
+    from .keys import layout_key, on_meta
     from .placements import (
         Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh, local_chunks,
     )  # fmt: skip
@@ -16,13 +18,15 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .presets import (
         LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel,
     )  # fmt: skip
-    from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
+    from .worlds import SpecLayout, WorldPlans, world_plans
     # isort: on
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "derive": "DerivedPlans derive_plans described_plans layout_key on_meta",
+        "derive": "DerivedPlans derive_plans world_metadata",
+        "descriptions": "Description JoinedPlans derive_joined describe",
+        "keys": "layout_key on_meta",
         "placements": (
             "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
         ),
@@ -30,6 +34,6 @@ __getattr__, __dir__ = door(
         "presets": (
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel"
         ),
-        "worlds": "SpecLayout WorldPlans world_metadata world_plans",
+        "worlds": "SpecLayout WorldPlans world_plans",
     },
 )

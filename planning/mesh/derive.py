@@ -1,36 +1,38 @@
-"""The plans of all ranks, derived by each rank without communication.
+"""Every rank's final plan from what all of them hold, layout by layout, on every rank alike.
 
-`derive_plans` returns what `global_plan` does, but a rank's plan is made only on demand, and work
-is done once per layout rather than once per tensor. `described_plans` finds the plans of all ranks
-in the meshes and placements of one rank's tensors. `layout_key` is the hot path of a save with a
-cached plan.
+`global_plan` looks at each item of each rank. Here replicas are shared out by layout: the chunks of
+a layout and their holders are worked out once for all tensors that have it. A tensor whose chunks
+are cut, as `balance` does, gets a layout of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Protocol
 
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, Index, Ints, column, distinct, group_rows, readonly
+from ..columns.arrays import Columns, Index, Ints, Table, column, distinct, pad, readonly
 from ..columns.items import WriteItems
-from ..dtypes import dtype_name
-from ..errors import PlanError, RefusedError
-from ..geometry.tilings import pad
 from ..metadata import Metadata
-from ..nodes import children_of, is_node, node_data
-from ..passes.chunks import Shared, share_out
+from ..passes.shares import (
+    SMALLEST,
+    Shared,
+    Shares,
+    cut_boxes,
+    least_share,
+    parts_of,
+    share_out,
+)
 from ..plans import SavePlan
-from ..tensors import kind_of, placement_of, spec_of
-from ..tree import _is_leaf, is_tensor
-from .placements import Mesh, Placement, Replicate, Shard, StridedShard, TensorSpec, spread
-from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
+from .placements import Only, Replicate, spread
+from .worlds import Held, Holdings, SpecLayout, WorldPlans, chunks_of
 
-__all__ = ["DerivedPlans", "derive_plans", "described_plans", "layout_key", "on_meta"]
+__all__ = ["DerivedPlans", "derive_plans", "world_metadata"]
 
 
 def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
@@ -45,54 +47,106 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
     Raises:
         PlanError: Some tensors are not fully held; it lists all of them.
     """
-    return DerivedPlans(plans), world_metadata(plans)
+    done = DerivedPlans(plans)
+    return done, done.describe(plans.planner_data)
+
+
+def world_metadata(plans: WorldPlans) -> Metadata:
+    """Return the metadata that ``global_plan(plans)`` does, layout by layout, without making plans.
+
+    >>> from shardplan.planning import Mesh, Shard, StridedShard, TensorSpec, world_plans
+    >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
+    >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
+    Metadata: 1 entry, 52 B
+    name  dtype    shape  chunks
+    w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
+
+    Raises:
+        PlanError: Some tensors are not fully held; it lists all of them.
+    """
+    return derive_plans(plans)[1]
+
+
+class HeldPlans(Protocol):
+    """What all ranks hold: `WorldPlans`, or the plans of ranks that differ."""
+
+    @property
+    def holdings(self) -> Holdings:
+        """Who holds which boxes of what."""
+
+    def data_of(self, rank: int) -> Any:
+        """Return the ``planner_data`` of one rank's plan."""
+
+    def __len__(self) -> int: ...
 
 
 @attrs.frozen(eq=False)
-class _Shares:
+class _Chunks:
     """The chunks of one layout, and the ranks that hold each."""
 
-    chunk: Ints  # the chunk number of each row of the layout
-    holders: Ints  # one row a chunk: the ranks that hold it, ascending; all rows are equally long
+    of_box: Ints  # the chunk of each box
+    box: Ints  # a box of each chunk
     volume: Ints  # the elements of each chunk; 1 for a non-tensor value
+    holders: Ints  # the ranks, chunk by chunk, ascending
+    first: Ints  # the first holder of each chunk
+    count: Ints  # how many holders each has
 
     @classmethod
-    def of(cls, layout: SpecLayout) -> _Shares:
+    def of(cls, held: Held | SpecLayout) -> _Chunks:
         """Group a layout's boxes into chunks."""
-        constant = np.zeros_like(layout.rank)  # a tensor without axes has no other column
-        first, chunk = group_rows([constant, layout.offsets, layout.sizes])
-        holders = layout.rank[np.argsort(chunk, kind="stable")]
-        return cls(chunk, holders.reshape(len(first), -1), layout.sizes[first].prod(axis=1))
+        first, chunk = chunks_of(held)
+        count = np.bincount(chunk, minlength=len(first))
+        volume = held.sizes[first].prod(axis=1)
+        holders = held.rank[np.argsort(chunk, kind="stable")]
+        return cls(chunk, first, volume, holders, np.cumsum(count) - count, count)
+
+    def held_by(self, holders: int) -> tuple[Ints, Ints]:
+        """Return the chunks that so many ranks hold, and these ranks, one row a chunk."""
+        chunk = np.flatnonzero(self.count == holders)
+        return chunk, self.holders[self.first[chunk][:, None] + np.arange(holders)]
+
+
+@attrs.frozen(eq=False)
+class _Sharing:
+    """Chunks of tensors with the same number of holders, and who writes what of them."""
+
+    row: Ints  # the row of the catalog, per chunk
+    chunk: Ints  # its number in the layout of that row
+    held: Shared
+    shares: Shares
+    least: int  # the bytes of the smallest share
+
+    def writers(self, some: Shares) -> Ints:
+        """Return the rank that writes each share."""
+        writers: Ints = self.held.holders[some.chunk, some.holder]
+        return writers
+
+
+@attrs.frozen(eq=False)
+class _Writers:
+    """The writers of the chunks of layouts that several ranks share."""
+
+    first: Ints  # per row of the catalog, where its first chunk is in `rank`; -1 if none is shared
+    rank: Ints  # the rank that writes each chunk; -1 if only one rank holds it
+
+
+@attrs.frozen(eq=False)
+class _Settled:
+    """Who holds what after tensors were cut."""
+
+    holdings: Holdings
+    shards: Sequence[Ints] = ()  # of the layouts of cut tensors, where the shard of each box starts
 
 
 @attrs.frozen(eq=False)
 class _Boxes:
-    """The boxes of all layouts, one row per box: by layout, then by rank, in storage order."""
+    """The boxes of all layouts, end to end."""
 
-    # Per rank and layout, the first box and how many there are. The last layout stands for
-    # non-tensor values: one box on every rank.
-    first: Ints
-    count: Ints
-    offsets: Ints  # padded to the catalog's width
+    start: Ints  # where each layout starts
+    chunk: Ints
+    offsets: Ints
     sizes: Ints
-    chunk: Ints  # the chunk number of each box
-
-    @classmethod
-    def of(cls, plans: WorldPlans, shares: Sequence[_Shares]) -> _Boxes:
-        """List the boxes of a world."""
-        axes, ranks = plans.catalog.axes, np.arange(len(plans) + 1)
-        none = np.zeros((len(plans), 0), np.int64)
-        held = [*((s.rank, s.offsets, s.sizes) for s in plans.layouts), (ranks[:-1], none, none)]
-        edges = np.stack([np.searchsorted(rank, ranks) for rank, _, _ in held], axis=1)
-        start = np.cumsum([0, *(len(rank) for rank, _, _ in held)])[:-1]
-        columns = (
-            edges[:-1] + start,
-            np.diff(edges, axis=0),
-            np.concatenate([pad(offsets, axes, 0) for _, offsets, _ in held]),
-            np.concatenate([pad(sizes, axes, 1) for _, _, sizes in held]),
-            np.concatenate([share.chunk for share in shares]),
-        )
-        return cls(*map(readonly, columns))
+    shards: Ints  # the start of the shard of the state dict that holds each box
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -103,48 +157,91 @@ class DerivedPlans(Columns[SavePlan]):
         plans: What each rank holds.
     """
 
-    plans: WorldPlans
+    plans: HeldPlans
+
+    def describe(self, planner_data: Any) -> Metadata:
+        """Return the metadata of the checkpoint; raise `PlanError` if not all of it is held."""
+        return Metadata(self.settled.entries(), planner_data=planner_data)
 
     @cached_property
-    def _shares(self) -> tuple[_Shares, ...]:
-        """The holders of each layout's chunks; the last entry is for non-tensor values."""
-        everyone = np.arange(len(self.plans))[None, :]
-        value = _Shares(np.zeros(len(self.plans), np.int64), everyone, np.ones(1, np.int64))
-        return (*map(_Shares.of, self.plans.layouts), value)
+    def settled(self) -> Holdings:
+        """Who holds what, with a layout for every tensor that is cut: one writer a chunk."""
+        return self._settled.holdings
+
+    @cached_property
+    def _settled(self) -> _Settled:
+        holdings = self.plans.holdings
+        if not any(_may_be_cut(holdings, n) for n in range(len(holdings.layouts))):
+            return _Settled(holdings)
+        return _settle(holdings, self._held_chunks, self._sharings)
+
+    @cached_property
+    def _held_chunks(self) -> tuple[_Chunks, ...]:
+        return tuple(map(_Chunks.of, self.plans.holdings.layouts))
+
+    @cached_property
+    def _sharings(self) -> tuple[_Sharing, ...]:
+        return tuple(_share(self.plans.holdings, self._held_chunks, len(self)))
+
+    @cached_property
+    def _chunks(self) -> tuple[_Chunks, ...]:
+        known = self._held_chunks
+        return (*known, *map(_Chunks.of, self.settled.layouts[len(known) :]))
 
     @cached_property
     def _boxes(self) -> _Boxes:
-        """The boxes of every layout on every rank."""
-        return _Boxes.of(self.plans, self._shares)
+        layouts, axes = self.settled.layouts, self.settled.catalog.axes
+        whole = [held.offsets for held in layouts[: len(self._held_chunks)]]
+        return _Boxes(
+            np.cumsum([0, *(len(held.rank) for held in layouts)])[:-1],
+            np.concatenate([chunks.of_box for chunks in self._chunks]),
+            np.concatenate([pad(held.offsets, axes, 0) for held in layouts]),
+            np.concatenate([pad(held.sizes, axes, 1) for held in layouts]),
+            np.concatenate([pad(c, axes, 0) for c in (*whole, *self._settled.shards)]),
+        )
 
     @cached_property
     def _writers(self) -> _Writers:
-        return _writers(self.plans, self._shares)
+        return _writers(self.settled, self._chunks, self._sharings)
 
     def writers_of(self, row: int) -> Ints:
         """Return the rank that writes each chunk of one row of the catalog, by chunk number."""
-        share, first = self._shares[self.plans.layout_numbers[row]], self._writers.first[row]
+        owner, chunks = self.settled.owner, self._chunks[self.settled.number[row]]
+        if owner is not None and owner[row] >= 0:
+            return owner[row : row + 1]
+        first, alone = self._writers.first[row], chunks.holders[chunks.first]
         if first < 0:
-            return readonly(share.holders[:, 0])
-        return readonly(self._writers.rank[first : first + len(share.volume)])
+            return readonly(alone)
+        chosen = self._writers.rank[first : first + len(alone)]
+        return readonly(np.where(chosen < 0, alone, chosen))
 
     def layout_alone(self, row: int) -> int | None:
         """Return the layout of one row of the catalog if it alone says who writes; else None."""
-        return None if self._writers.first[row] >= 0 else int(self.plans.layout_numbers[row])
+        owner = self.settled.owner
+        is_owned = owner is not None and owner[row] >= 0
+        return None if is_owned or self._writers.first[row] >= 0 else int(self.settled.number[row])
 
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""
-        boxes, number = self._boxes, self.plans.layout_numbers
-        item, nth = spread(boxes.count[row][number])
-        at = boxes.first[row][number[item]] + nth
+        holdings, boxes = self.settled, self._boxes
+        edges = [np.searchsorted(held.rank, [row, row + 1]) for held in holdings.layouts]
+        first, end = column(edges, len(edges), 2).T
+        times = (end - first)[holdings.number]
+        if holdings.owner is not None:
+            times = np.where(holdings.owner < 0, times, holdings.owner == row)
+            first = np.where(end > first, first, 0)
+        item, nth = spread(times)
+        at = (first + boxes.start)[holdings.number[item]] + nth
         chunk, writers = boxes.chunk[at], self._writers
         shared = np.flatnonzero(writers.first[item] >= 0)
         keep = np.ones(len(item), bool)
-        keep[shared] = writers.rank[writers.first[item[shared]] + chunk[shared]] == row
-        columns = (item, boxes.offsets[at], boxes.sizes[at], chunk)
-        item, offsets, sizes, chunk = (readonly(column[keep]) for column in columns)
-        items = WriteItems(self.plans.catalog, item, offsets, sizes, hint=chunk)
-        return SavePlan(items, None, self.plans.planner_data, row, len(self))
+        chosen = writers.rank[writers.first[item[shared]] + chunk[shared]]
+        keep[shared] = (chosen == row) | (chosen < 0)
+        columns = (item, boxes.offsets[at], boxes.sizes[at], boxes.shards[at], chunk)
+        item, offsets, sizes, shards, chunk = (readonly(values[keep]) for values in columns)
+        starts = None if np.array_equal(shards, offsets) else shards
+        items = WriteItems(holdings.catalog, item, offsets, sizes, starts, hint=chunk)
+        return SavePlan(items, None, self.plans.data_of(row), row, len(self))
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -157,216 +254,143 @@ class DerivedPlans(Columns[SavePlan]):
         return DerivedPlans, (self.plans,)
 
 
-@attrs.frozen(eq=False)
-class _Writers:
-    """The writers of shared chunks."""
-
-    first: Ints  # per row of the catalog, where its first chunk is in `rank`; -1 if none is shared
-    rank: Ints  # the rank that writes each chunk
-
-
-def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> _Writers:
-    """Assign each shared chunk to one holder, as `dedup_replicas` does."""
-    number = plans.layout_numbers
-    width = np.where(number < len(plans.layouts), plans.catalog.itemsize, 1)
-    count = column([share.holders.shape[1] for share in shares])[number]
-    load = np.zeros(len(plans), np.int64)
-    alone = Counter(zip(number[count == 1].tolist(), width[count == 1].tolist(), strict=True))
+def _share(holdings: Holdings, chunks: Sequence[_Chunks], ranks: int) -> list[_Sharing]:
+    """Share out the chunks that several ranks hold, as `balance` does."""
+    catalog, number, owner = holdings.catalog, holdings.number, holdings.owner
+    width = np.where(catalog.is_bytes, 1, catalog.itemsize)
+    load = np.zeros(ranks, np.int64)
+    rows = np.arange(len(catalog))
+    if owner is not None:
+        rows = np.flatnonzero(owner < 0)
+        own = np.flatnonzero(owner >= 0)
+        np.add.at(load, owner[own], catalog.size[own].prod(axis=1) * width[own])
+    alone = Counter(zip(number[rows].tolist(), width[rows].tolist(), strict=True))
     for (layout, size), times in alone.items():
-        share = shares[layout]
-        np.add.at(load, share.holders[:, 0], share.volume * size * times)
-    first, end = np.full(len(number), -1), 0
+        chunk, holders = chunks[layout].held_by(1)
+        np.add.at(load, holders[:, 0], chunks[layout].volume[chunk] * size * times)
+    used = distinct(number[rows]).tolist()
+    counts = distinct(np.concatenate([column([]), *(chunks[n].count for n in used)]))
     shared = []
-    for holders in distinct(count[count > 1]).tolist():
-        rows = np.flatnonzero(count == holders)
-        own = [shares[layout] for layout in number[rows].tolist()]
-        counts = column([len(share.volume) for share in own])
-        row, chunk = spread(counts)
-        first[rows] = end + np.cumsum(counts) - counts
-        end += len(row)
-        weight = np.concatenate([share.volume for share in own]) * width[rows[row]]
-        ranks = np.concatenate([share.holders for share in own])
-        shared.append(Shared((rows[row] << 32) + chunk, weight, ranks))
-    writers = [
-        np.take_along_axis(chunks.holders, holder[:, None], axis=1)[:, 0]
-        for chunks, holder in zip(shared, share_out(shared, load), strict=True)
-    ]
-    return _Writers(first, np.concatenate([column([]), *writers]))
+    for holders in counts[counts > 1].tolist():
+        known = {n: chunks[n].held_by(holders) for n in used}
+        parts = [(row, *known[number[row]]) for row in rows.tolist() if len(known[number[row]][0])]
+        row = np.repeat(column([r for r, *_ in parts]), [len(c) for _, c, _ in parts])
+        chunk = np.concatenate([c for _, c, _ in parts])
+        volume = np.concatenate([chunks[number[r]].volume[c] for r, c, _ in parts])
+        ranks_of = np.concatenate([h for *_, h in parts])
+        shared.append((row, chunk, Shared((row << 32) + chunk, volume * width[row], ranks_of)))
+    every = [held for *_, held in shared]
+    least = least_share(every, load)
+    shares = share_out(every, load, least=least)
+    return [_Sharing(*one, some, least) for one, some in zip(shared, shares, strict=True)]
 
 
-_TEXT: Final = frozenset((str,))
-
-
-@attrs.frozen(cache_hash=True)
-class _Key:
-    """Everything that a local plan depends on, nested like the state dict."""
-
-    entries: tuple[Hashable, ...]
-
-
-class _UnknownLayoutError(Exception):
-    """The layout of a value cannot be determined without planning it."""
-
-
-def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
-    """Return everything that a local plan depends on, without planning; None if impossible.
-
-    >>> a, b = np.zeros(3), np.ones(3)
-    >>> layout_key({"w": a, "step": 1}) == layout_key({"w": b, "step": 2})
-    True
-    """
-    try:
-        key = _Key(_entries(sd))
-        hash(key)
-    except Exception:  # planning raises a clear error
-        return None
-    return key
-
-
-def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
-    names: tuple[Hashable, ...] = tuple(sd)
-    if not _TEXT.issuperset(map(type, sd)):  # 1 == True and 0.0 == -0.0, but their names differ
-        names = tuple([(type(name), repr(name), name) for name in sd])
-    return names, _values(sd.values())
-
-
-def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
-    """Return the keys of some values; those of DTensors, the usual case, as columns."""
-    values = list(values)
-    examples = {type(value): value for value in values}
-    dtensors = {kind for kind, value in examples.items() if spec_of(value) is not None}
-    placed, others = values, list[Any]()
-    if not dtensors.issuperset(examples):
-        placed = [value for value in values if type(value) in dtensors]
-        others = [value for value in values if type(value) not in dtensors]
-    local = [value._local_tensor for value in placed]
-    if any(hasattr(shard, "__create_chunk_list__") for shard in local):
-        raise _UnknownLayoutError
-    return (
-        tuple([type(value) in dtensors for value in values]) if others else (),
-        tuple([value._spec for value in placed]),  # which caches its own hash
-        tuple([shard.shape for shard in local]),
-        tuple([value.requires_grad for value in placed]),
-        tuple([getattr(shard, "is_meta", False) for shard in local]),
-        tuple([_value(value) for value in others]),
-    )
-
-
-def _value(value: Any) -> Hashable:
-    """Return the key of a value other than a DTensor; None for a non-tensor value."""
-    if isinstance(value, Mapping):
-        return _entries(value)
-    if is_node(value):  # what is in it counts, and its class and data, which a plan keeps
-        children = children_of(value)
-        inside = _entries(children) if isinstance(children, dict) else _values(children)
-        return repr(node_data(value, "a node")), type(children).__name__, inside
-    if isinstance(value, (list, tuple)):
-        return None if _is_leaf(value) else (type(value).__name__, _values(value))
-    if not is_tensor(value):
-        return None
-    kind = kind_of(value)
-    if kind is None:
-        raise _UnknownLayoutError
-    return kind, getattr(value, "is_meta", False)
-
-
-def on_meta(value: Any) -> bool:
-    """Return True for a tensor on the meta device, which has a shape but no elements."""
-    if not is_tensor(value):
+def _may_be_cut(holdings: Holdings, layout: int) -> bool:
+    """Return True unless no chunk of a layout has several holders and is large enough to cut."""
+    held, rows = holdings.layouts[layout], np.flatnonzero(holdings.number == layout)
+    if held.size is None or not len(rows) or 0 in held.size:
         return False
-    if hasattr(value, "local_shards"):
-        shards = [shard.tensor for shard in value.local_shards()]
-        return bool(shards) and all(shard.is_meta for shard in shards)
-    return bool(getattr(getattr(value, "_local_tensor", value), "is_meta", False))
+    width = int(holdings.catalog.itemsize[rows].max())
+    if isinstance(held, Held):
+        return int(held.sizes.prod(axis=1).max(initial=0)) * width >= 2 * SMALLEST
+    copies = [isinstance(placement, (Replicate, Only)) for placement in held.placements]
+    if held.placements and not any(copies):
+        return False
+    longest = [int(line.sizes.max()) for line in held.lines()]
+    return math.prod(longest) * width >= 2 * SMALLEST
 
 
-# The plans of all ranks
+def _settle(
+    holdings: Holdings, chunks: Sequence[_Chunks], sharings: Sequence[_Sharing]
+) -> _Settled:
+    """Give each tensor that is cut a layout of its own, with one holder a chunk."""
+    cut = [part.row[part.shares.chunk[parts_of(part.held, part.shares)]] for part in sharings]
+    rows = distinct(np.concatenate([column([]), *cut]))
+    if not len(rows):
+        return _Settled(holdings)
+    parts = [_alone(holdings, chunks, row) for row in rows.tolist()]
+    parts += [_written(holdings, chunks, part, rows) for part in sharings]
+    boxes = _Written.concat(parts)
+    order = np.lexsort((*boxes.offsets.T[::-1], boxes.rank, boxes.row))
+    boxes = boxes.take(order)
+    edges = np.searchsorted(boxes.row, rows)
+    layouts, number, shards = list(holdings.layouts), holdings.number.copy(), []
+    for n, at in zip(rows.tolist(), np.split(np.arange(len(order)), edges[1:]), strict=True):
+        axes, mine = int(holdings.catalog.ndim[n]), boxes.take(at)
+        size = tuple(holdings.catalog.size[n, :axes].tolist())
+        number[n] = len(layouts)
+        layouts.append(Held(size, mine.rank, mine.offsets[:, :axes], mine.sizes[:, :axes]))
+        shards.append(mine.shards[:, :axes])
+    return _Settled(attrs.evolve(holdings, layouts=layouts, number=number), shards)
 
 
-@attrs.frozen
-class _Placed:
-    """A tensor's spec and its mesh of all ranks; None for a plain tensor."""
+@attrs.frozen(eq=False)
+class _Written(Table):
+    """Boxes that ranks write."""
 
-    spec: TensorSpec
-    mesh: Mesh | None
-
-
-def described_plans(
-    flat: Mapping[str, Any], local: SavePlan, rank: int, ranks: int
-) -> WorldPlans | None:
-    """Derive every rank's local plan from this rank's, before any pass; None if impossible.
-
-    It is possible if every tensor is plain, or is a DTensor on the mesh of all ranks or on some
-    axes of that mesh (the other axes hold replicas). Plain tensors and values are assumed to be on
-    every rank, so ranks must compare fingerprints of what they derived.
-    """
-    try:
-        placed = _all_placed(flat, ranks)
-        meshes = {tensor.mesh for tensor in placed.values() if tensor.mesh is not None}
-        if len(meshes) > 1:
-            return None
-        specs = {name: tensor.spec for name, tensor in placed.items()}
-        mesh = next(iter(meshes), Mesh(rank=ranks))
-        plans = world_plans({**dict.fromkeys(flat), **specs}, mesh)
-    except (_UnknownLayoutError, PlanError, RefusedError, ValueError, TypeError):
-        return None  # if something is wrong, `local_plan` raises a clear error
-    plans = attrs.evolve(plans, planner_data=local.planner_data)
-    return plans if plans[rank] == local else None
+    row: Ints  # the row of the catalog
+    rank: Ints
+    shards: Ints  # the start of the shard that holds the box
+    offsets: Ints
+    sizes: Ints
 
 
-def _all_placed(flat: Mapping[str, Any], ranks: int) -> dict[str, _Placed]:
-    """Return how all tensors are placed on all ranks; tensors of a kind are examined once."""
-    known: dict[Hashable, _Placed] = {}
-    placed: dict[str, _Placed] = {}
-    for name, value in flat.items():
-        if is_tensor(value):
-            kind = kind_of(value)
-            if kind is None or kind not in known:
-                known[kind] = _placed(name, value, ranks)
-            placed[name] = known[kind]
-    return placed
+def _alone(holdings: Holdings, chunks: Sequence[_Chunks], row: int) -> _Written:
+    """Return the boxes of a row that one rank holds."""
+    chunk, holders = chunks[holdings.number[row]].held_by(1)
+    rows = np.full(len(chunk), row)
+    offsets, sizes = _corners(holdings, chunks, rows, chunk)
+    return _Written(rows, holders[:, 0], offsets, offsets, sizes)
 
 
-def _placed(name: str, value: Any, ranks: int) -> _Placed:
-    """Return how a tensor is placed on all ranks; raise if this rank does not know."""
-    if getattr(value, "requires_grad", False):
-        raise _UnknownLayoutError  # specs do not have this property
-    shape, dtype = tuple(value.shape), dtype_name(value.dtype)
-    if not hasattr(value, "placements") or not hasattr(value, "device_mesh"):
-        if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
-            raise _UnknownLayoutError
-        return _Placed(TensorSpec(shape, dtype), None)
-    if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
-        raise _UnknownLayoutError
-    own_mesh = value.device_mesh
-    root = own_mesh._get_root_mesh() if hasattr(own_mesh, "_get_root_mesh") else own_mesh
-    grid = np.asarray(root.mesh)
-    if grid.size != ranks or not np.array_equal(grid.reshape(-1), np.arange(ranks)):
-        raise _UnknownLayoutError
-    axes = root.mesh_dim_names or tuple(f"axis{i}" for i in range(grid.ndim))
-    own_axes = axes if own_mesh is root else (own_mesh.mesh_dim_names or ())
-    if not own_axes or list(own_axes) != [axis for axis in axes if axis in own_axes]:
-        raise _UnknownLayoutError  # axes in another order cut in another order
-    given = [placement_of(name, placement) for placement in value.placements]
-    by_axis = dict(zip(own_axes, given, strict=True))
-    placements = tuple(by_axis.get(axis, Replicate()) for axis in axes)
-    if not _is_even(shape, placements, grid.shape):
-        raise _UnknownLayoutError
-    mesh = Mesh(**dict(zip(axes, grid.shape, strict=True)))
-    return _Placed(TensorSpec(shape, dtype, placements), mesh)
-
-
-def _is_even(
-    shape: tuple[int, ...], placements: tuple[Placement, ...], ranks: tuple[int, ...]
-) -> bool:
-    """Return True if strided placements divide evenly, so that they determine each shard."""
-    cuts = [
-        (p.dim, count, isinstance(p, StridedShard))
-        for p, count in zip(placements, ranks, strict=True)
-        if isinstance(p, (Shard, StridedShard))
-    ]
-    return all(
-        shape[dim] % int(np.prod([count for other, count, _ in cuts if other == dim])) == 0
-        for dim, _, strided in cuts
-        if strided
+def _written(holdings: Holdings, chunks: Sequence[_Chunks], part: _Sharing, rows: Ints) -> _Written:
+    """Return the boxes of the shares of some rows."""
+    mine = part.shares.take(np.isin(part.row[part.shares.chunk], rows))
+    parts = parts_of(part.held, mine)
+    cut, whole = mine.take(parts), mine.take(~parts)
+    row = part.row[cut.chunk]
+    _, sizes = _corners(holdings, chunks, row, part.chunk[cut.chunk])
+    found = cut_boxes(cut, sizes, holdings.catalog.is_bytes[row], part.least)
+    written = []
+    for some in (whole, found.shares):
+        row = part.row[some.chunk]
+        offsets, sizes = _corners(holdings, chunks, row, part.chunk[some.chunk])
+        written.append(_Written(row, part.writers(some), offsets, offsets, sizes))
+    shifted = attrs.evolve(
+        written[1], offsets=written[1].offsets + found.offsets, sizes=found.sizes
     )
+    return _Written.concat([written[0], shifted])
+
+
+def _corners(
+    holdings: Holdings, chunks: Sequence[_Chunks], row: Ints, chunk: Ints
+) -> tuple[Ints, Ints]:
+    """Return the offsets and sizes of chunks of rows, padded to the catalog's axes."""
+    axes = holdings.catalog.axes
+    offsets, sizes = np.zeros((len(row), axes), np.int64), np.ones((len(row), axes), np.int64)
+    layout = holdings.number[row]
+    for number in distinct(layout).tolist():
+        at, held = np.flatnonzero(layout == number), holdings.layouts[number]
+        box = chunks[number].box[chunk[at]]
+        width = held.offsets.shape[1]
+        offsets[at, :width], sizes[at, :width] = held.offsets[box], held.sizes[box]
+    return offsets, sizes
+
+
+def _writers(
+    holdings: Holdings, chunks: Sequence[_Chunks], sharings: Sequence[_Sharing]
+) -> _Writers:
+    """Lay out the writers of whole chunks, row by row."""
+    number = holdings.number
+    is_shared = np.array([(c.count > 1).any() for c in chunks], bool)
+    rows = np.flatnonzero(is_shared[number])
+    if holdings.owner is not None:
+        rows = rows[holdings.owner[rows] < 0]
+    count = column([len(chunks[layout].count) for layout in number[rows].tolist()])
+    first = np.full(len(holdings.catalog), -1)
+    first[rows] = np.cumsum(count) - count
+    writer = np.full(int(count.sum()), -1)
+    for part in sharings:
+        mine = part.shares.take(first[part.row[part.shares.chunk]] >= 0)
+        writer[first[part.row[mine.chunk]] + part.chunk[mine.chunk]] = part.writers(mine)
+    return _Writers(first, writer)

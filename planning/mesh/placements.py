@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from keyword import iskeyword
@@ -84,22 +85,44 @@ class Only:
 Placement = Shard | StridedShard | Replicate | Only
 
 
-@attrs.frozen(init=False, eq=False, repr=False)
+@attrs.frozen(init=False, repr=False)
 class Mesh:
     """Ranks on named axes, numbered row-major: the last axis varies fastest.
+
+    Attributes:
+        axes: How many ranks each axis has.
+        strides: How far apart, in ranks, the neighbours on each axis are.
+        ranks: How many ranks there are. A mesh made by `strided` may be part of a larger one; then
+            ranks that have the same coordinate on it hold the same.
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> len(mesh), mesh.coordinate(6)
     (8, (1, 2))
     """
 
-    axes: FrozenDict[str, int]
+    axes: FrozenDict[str, int] = attrs.field(eq=lambda axes: tuple(axes.items()))  # in their order
+    strides: tuple[int, ...]
+    ranks: int
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
         sizes = {name: index(n) for name, n in {**(axes or {}), **named}.items()}
         if any(n < 1 for n in sizes.values()):
             raise ValueError(f"every mesh axis needs at least one rank, not {sizes}")
-        self.__attrs_init__(FrozenDict(sizes))
+        *strides, ranks = itertools.accumulate([1, *reversed(sizes.values())], operator.mul)
+        self.__attrs_init__(FrozenDict(sizes), tuple(strides[::-1]), ranks)
+
+    @classmethod
+    def strided(cls, shape: Iterable[int], strides: Iterable[int], ranks: int) -> Mesh:
+        """Return a mesh that lies in a larger one: rank ``r`` is at ``r // stride % size``.
+
+        >>> mesh = Mesh.strided((2, 2), (4, 1), 8)  # axes 0 and 2 of a mesh of 2 × 2 × 2 ranks
+        >>> mesh.coordinate(5), mesh.coordinate(7)
+        ((1, 1), (1, 1))
+        """
+        mesh = cls.__new__(cls)
+        named = FrozenDict({f"axis{number}": size for number, size in enumerate(shape)})
+        mesh.__attrs_init__(named, tuple(strides), ranks)
+        return mesh
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -112,36 +135,28 @@ class Mesh:
         return tuple(self.axes.values())
 
     def __len__(self) -> int:
-        return math.prod(self.shape)
+        return self.ranks
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinate on each axis."""
         if not 0 <= rank < len(self):
             raise ValueError(f"rank {rank} is not on {self!r}, which has {len(self)} ranks")
-        place: list[int] = []
-        for size in reversed(self.shape):
-            rank, at = divmod(rank, size)
-            place.insert(0, at)
-        return tuple(place)
+        return tuple(int(at[0]) for at in self.coordinates(np.array([rank])))
+
+    def coordinates(self, ranks: Ints) -> list[Ints]:
+        """Return, per axis, the coordinates of some ranks."""
+        return [ranks // n % size for n, size in zip(self.strides, self.shape, strict=True)]
 
     def rank(self, coordinate: Sequence[int]) -> int:
-        """Return the rank at a coordinate; the inverse of `coordinate`."""
-        rank = 0
-        for at, size in zip(coordinate, self.shape, strict=True):
-            if not 0 <= at < size:
-                raise ValueError(f"{tuple(coordinate)} is not on {self!r}")
-            rank = rank * size + at
-        return rank
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mesh):
-            return NotImplemented
-        return list(self.axes.items()) == list(other.axes.items())  # their order numbers the ranks
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.axes.items()))
+        """Return the first rank at a coordinate; the inverse of `coordinate`."""
+        places = list(zip(coordinate, self.shape, self.strides, strict=True))
+        if not all(0 <= at < size for at, size, _ in places):
+            raise ValueError(f"{tuple(coordinate)} is not on {self!r}")
+        return sum(at * stride for at, _, stride in places)
 
     def __repr__(self) -> str:
+        if self.ranks != math.prod(self.shape) or self.strides != Mesh(self.axes).strides:
+            return f"Mesh.strided({self.shape}, {self.strides}, {self.ranks})"
         if not all(name.isidentifier() and not iskeyword(name) for name in self.names):
             return f"Mesh({dict(self.axes)})"
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
@@ -179,6 +194,8 @@ class TensorSpec:
         shape: Its global shape, in elements.
         dtype: Its dtype, by name.
         placements: One placement per mesh axis; empty means that every rank holds all of it.
+        mesh: The mesh of the placements, if that is not the one of all tensors.
+        requires_grad: Kept for exchange with torch.
 
     >>> TensorSpec((4, 8), "bfloat16", [Shard(0)]).nbytes
     64
@@ -187,6 +204,8 @@ class TensorSpec:
     shape: tuple[int, ...] = attrs.field(converter=_shape)
     dtype: str = attrs.field(default="float32", converter=dtype_name)
     placements: tuple[Placement, ...] = attrs.field(default=(), converter=_placements)
+    mesh: Mesh | None = attrs.field(default=None, repr=False)
+    requires_grad: bool = attrs.field(default=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if any(n < 0 for n in self.shape):

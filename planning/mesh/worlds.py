@@ -9,7 +9,7 @@ axes that cut that axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -17,12 +17,12 @@ import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Columns, Index, Ints, column, padded, readonly
+from ..columns.arrays import Columns, Index, Ints, column, group_rows, padded, readonly
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, RefusedError
 from ..geometry.overlap import fills
 from ..geometry.tilings import Chunk, Grid, Tiling, shape_fault, tile
-from ..metadata import Entries, Layout, Metadata
+from ..metadata import Entries, Layout
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
@@ -43,7 +43,9 @@ from .placements import (
     spread,
 )
 
-__all__ = ["SpecLayout", "WorldPlans", "world_metadata", "world_plans"]
+__all__ = [
+    "Held", "Holdings", "SpecLayout", "WorldPlans", "catalog_of", "chunks_of", "world_plans",
+]  # fmt: skip
 
 _SHOWN: Final = 12
 
@@ -102,7 +104,7 @@ class SpecLayout:
 
     @cached_property
     def _boxes(self) -> _Boxes:
-        at = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), len(self.mesh))
+        at = self.mesh.coordinates(np.arange(len(self.mesh)))
         count = np.ones(len(self.mesh), np.int64)
         for place, placement in zip(at, self.placements, strict=False):
             if isinstance(placement, Only):
@@ -157,6 +159,78 @@ def _text(placement: object) -> str:
     return f"{type(placement).__name__}({', '.join(map(str, values))})"
 
 
+def catalog_of(leaves: Iterable[tuple[str, TensorSpec | None]]) -> Catalog:
+    """Return the catalog of tensors and values, which have no spec, in order of names."""
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    heads = []
+    for name, spec in sorted(leaves, key=lambda leaf: leaf[0]):
+        if spec is None:
+            heads.append(Head.value(name))
+            continue
+        kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
+        how = spec.dtype, spec.requires_grad
+        stored = properties.get(how) or TensorProperties(how[0], requires_grad=how[1])
+        heads.append(Head(name, name, kind, properties.setdefault(how, stored), spec.shape))
+    return Catalog.of(heads)
+
+
+@attrs.frozen(eq=False)
+class Held:
+    """The boxes of a layout, or a non-tensor value, and the ranks that hold them."""
+
+    size: tuple[int, ...] | None  # the global shape; None for a value
+    rank: Ints  # the rank of each box; ascending
+    offsets: Ints
+    sizes: Ints
+
+    @classmethod
+    def value(cls, ranks: Ints) -> Held:
+        """Return a value that some ranks hold."""
+        none = np.zeros((len(ranks), 0), np.int64)
+        return cls(None, ranks, none, none)
+
+
+def chunks_of(held: Held | SpecLayout) -> tuple[Ints, Ints]:
+    """Return the first box of each chunk, row-major; and the chunk of each box."""
+    constant = np.zeros_like(held.rank)  # a tensor without axes has no other column
+    return group_rows([constant, held.offsets, held.sizes])
+
+
+@attrs.frozen(eq=False, slots=False)
+class Holdings:
+    """Who holds what: boxes by layout, and the layout of each row of a catalog."""
+
+    catalog: Catalog
+    layouts: Sequence[Held | SpecLayout]
+    number: Ints  # the layout of each row
+    # The only rank that holds all of a row, as of state of its own; -1 for all other rows. The
+    # layout of such rows counts for metadata alone.
+    owner: Ints | None = None
+
+    def entries(self) -> Entries:
+        """Describe the checkpoint that holds all of it; raise if some of it is not held."""
+        described = [None if h.size is None else Layout(h.size, _tiling(h)) for h in self.layouts]
+        layouts = [layout for layout in described if layout is not None]
+        faulty = {n for n, layout in enumerate(described) if layout and not _is_whole(layout)}
+        issues: list[Issue] = []
+        for name, number in zip(self.catalog.names, self.number.tolist(), strict=True):
+            layout = described[number]
+            if number in faulty and layout is not None:
+                issues += layout_issues(name, layout)
+        if issues:
+            raise PlanError(issues)
+        distinct = {_key(layout): layout for layout in layouts}
+        number_of = {key: number for number, key in enumerate(distinct)}
+        which = column([-1 if d is None else number_of[_key(d)] for d in described])
+        catalog = self.catalog
+        where = which[self.number]
+        return Entries(catalog.names, catalog.props, catalog.prop, tuple(distinct.values()), where)
+
+
+def _is_whole(layout: Layout) -> bool:
+    return fills(layout.tiling, layout.size)
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)
 class WorldPlans(Printed, Columns[SavePlan]):
     """One plan per rank of a mesh, made on demand. Compares and hashes like a tuple.
@@ -179,27 +253,29 @@ class WorldPlans(Printed, Columns[SavePlan]):
     @cached_property
     def layouts(self) -> tuple[SpecLayout, ...]:
         """The distinct shapes and placements."""
-        distinct = dict.fromkeys((s.shape, s.placements) for s in self.specs.values())
-        return tuple(SpecLayout(shape, placed, self.mesh) for shape, placed in distinct)
+        distinct = dict.fromkeys((s.shape, s.placements, s.mesh) for s in self.specs.values())
+        return tuple(SpecLayout(size, placed, own or self.mesh) for size, placed, own in distinct)
 
     @cached_property
     def layout_of(self) -> FrozenDict[str, int]:
         """The layout number of each tensor."""
-        number = {(layout.size, layout.placements): n for n, layout in enumerate(self.layouts)}
-        return FrozenDict({k: number[s.shape, s.placements] for k, s in self.specs.items()})
+        number: dict[tuple[Any, ...], int] = {}
+        keys = {name: (s.shape, s.placements, s.mesh) for name, s in self.specs.items()}
+        return FrozenDict({k: number.setdefault(key, len(number)) for k, key in keys.items()})
 
     @cached_property
     def catalog(self) -> Catalog:
         """The tensors and values of all plans."""
-        heads = [Head.value(name) for name in self.values]
-        properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
-        for name, spec in self.specs.items():
-            kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
-            heads.append(Head(name, name, kind, properties[spec.dtype], spec.shape))
-        return Catalog.of(sorted(heads, key=lambda head: head.name))
+        return catalog_of([*self.specs.items(), *((name, None) for name in self.values)])
 
     @cached_property
-    def layout_numbers(self) -> Ints:
+    def holdings(self) -> Holdings:
+        """Who holds which boxes of what."""
+        value = Held.value(np.arange(len(self)))
+        return Holdings(self.catalog, [*self.layouts, value], self._numbers)
+
+    @cached_property
+    def _numbers(self) -> Ints:
         """The layout number of each row of the catalog; values come after the last layout."""
         return column([self.layout_of.get(k, len(self.layouts)) for k in self.catalog.names])
 
@@ -210,10 +286,14 @@ class WorldPlans(Printed, Columns[SavePlan]):
         boxes = [chunk for chunks in held for chunk in chunks]
         offsets = padded([*(box.offsets for box in boxes), ()], 0, self.catalog.axes)
         sizes = padded([*(box.sizes for box in boxes), ()], 1, self.catalog.axes)
-        item, nth = spread(counts[self.layout_numbers])
-        at = (np.cumsum(counts) - counts)[self.layout_numbers][item] + nth
+        item, nth = spread(counts[self._numbers])
+        at = (np.cumsum(counts) - counts)[self._numbers][item] + nth
         items = WriteItems(self.catalog, readonly(item), readonly(offsets[at]), readonly(sizes[at]))
         return SavePlan(items, None, self.planner_data, row, len(self), held=items)
+
+    def data_of(self, rank: int) -> Any:
+        """Return the ``planner_data`` of one rank's plan, which all ranks share."""
+        return self.planner_data
 
     def __len__(self) -> int:
         return len(self.mesh)
@@ -283,7 +363,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     issues = [
         Issue(kind, name, f"`{name}` {text}")
         for name, spec in tensors.items()
-        for kind, text in _misfits(spec, mesh)
+        for kind, text in _misfits(spec, spec.mesh or mesh)
     ]
     if issues:
         raise PlanError(issues)
@@ -322,36 +402,6 @@ def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
                 yield "shape", f"is at {placement!r} of a mesh axis that has {ranks} ranks"
 
 
-def world_metadata(plans: WorldPlans) -> Metadata:
-    """Return the metadata that ``global_plan(plans)`` does, layout by layout, without making plans.
-
-    >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
-    >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
-    Metadata: 1 entry, 52 B
-    name  dtype    shape  chunks
-    w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
-
-    Raises:
-        PlanError: Some tensors are not fully held; it lists all of them.
-    """
-    described = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
-    faulty = {n for n, layout in enumerate(described) if not fills(layout.tiling, layout.size)}
-    issues = [
-        issue
-        for name, number in plans.layout_of.items()
-        if number in faulty
-        for issue in layout_issues(name, described[number])
-    ]
-    if issues:
-        raise PlanError(issues)
-    distinct = {_key(layout): layout for layout in described}
-    number_of = {key: number for number, key in enumerate(distinct)}
-    which, layouts = [number_of[_key(layout)] for layout in described], tuple(distinct.values())
-    names, props, prop = plans.catalog.names, plans.catalog.props, plans.catalog.prop
-    entries = Entries(names, props, prop, layouts, column([*which, -1])[plans.layout_numbers])
-    return Metadata(entries, planner_data=plans.planner_data)
-
-
 def _key(layout: Layout) -> tuple[object, ...]:
     """Return a value that equal layouts share; hashing a tiling would list its chunks."""
     tiling = layout.tiling
@@ -359,12 +409,12 @@ def _key(layout: Layout) -> tuple[object, ...]:
     return layout.size, *(part.tobytes() for part in parts)
 
 
-def _tiling(layout: SpecLayout) -> Tiling:
-    """Return the grid that all ranks together hold, each replica once."""
-    if 0 in layout.size:
-        return tile([[0] * len(layout.size)], [layout.size])
-    lines = layout.lines()
-    if all(isinstance(line, Grid) for line in lines):
+def _tiling(held: Held | SpecLayout) -> Tiling:
+    """Return the chunks that all ranks together hold, each replica once."""
+    if held.size is not None and 0 in held.size:
+        return tile([[0] * len(held.size)], [held.size])
+    lines = held.lines() if isinstance(held, SpecLayout) else ()
+    if isinstance(held, SpecLayout) and all(isinstance(line, Grid) for line in lines):
         return Grid(tuple(line.cuts[0] for line in lines if isinstance(line, Grid)))
-    boxes = np.unique(np.concatenate([layout.offsets, layout.sizes], axis=1), axis=0)
-    return tile(*np.hsplit(boxes, 2))
+    first, _ = chunks_of(held)
+    return tile(held.offsets[first], held.sizes[first])

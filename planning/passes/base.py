@@ -14,34 +14,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Generic, Literal, NoReturn, TypeVar, cast
+from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import attrs
 
 from ..plans import LoadPlan, SavePlan
 from ..tree import FrozenDict, freeze
-
-__all__ = [
-    "Pass",
-    "Passes",
-    "Stages",
-    "Step",
-    "as_steps",
-    "chain",
-    "combined",
-    "inverse",
-    "keeps_names",
-    "may_see_rank",
-    "named_chain",
-    "no_inverse",
-    "only_assigns",
-    "positioned",
-    "ranked",
-    "run_pass",
-    "scope_of",
-    "shown",
-    "world_pass",
-]
 
 _HINT: Final = "mark it with @world_pass to be given all plans"
 
@@ -59,12 +37,12 @@ class _List(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
     """Freeze an argument of a pass; what was a list still prints as one."""
-    if isinstance(value, list) or type(value) is tuple:
-        return (_List if isinstance(value, list) else tuple)(map(_frozen, value))
+    if isinstance(value, (list, _List)) or type(value) is tuple:
+        return (tuple if type(value) is tuple else _List)(map(frozen, value))
     if isinstance(value, Mapping):
-        return FrozenDict.of_frozen({freeze(key): _frozen(inner) for key, inner in value.items()})
+        return FrozenDict.of_frozen({freeze(key): frozen(inner) for key, inner in value.items()})
     return freeze(value)
 
 
@@ -77,35 +55,35 @@ def _ordered(value: Any) -> Any:
 
 @attrs.frozen(repr=False)
 class Step(Generic[P]):
-    """A pass that ships with shardplan: a value that knows its scope and prints as it was written.
+    """A pass of shardplan: a value that knows its scope and prints as it was written."""
 
-    Attributes:
-        factory: The function that made it.
-        args, options: The arguments of that function, frozen.
-        scope: ``"rank"`` or ``"world"``.
-        run: The implementation; called with the plans, then ``args`` and ``options``. A rank pass
-            may get several plans at once, and treats each as if it were alone.
-        assigns: Whether the pass only decides which holder of a replica writes it. Such a pass
-            means nothing for a load and cannot lose data.
-        shows_rank: Whether the pass shows plans, which know their rank, to a user's function.
-        keeps_names: Whether a pass that has an inverse leaves all names as they are.
-        inverse: A function that is called with ``args`` and ``options`` and returns the pass that
-            undoes this one, or raises a ValueError that says why there is none; see `inverse`.
-    """
-
-    factory: Callable[..., Any]
-    args: tuple[Any, ...] = attrs.field(converter=_frozen, eq=_ordered)
-    options: Mapping[str, Any] = attrs.field(converter=_frozen, eq=_ordered)
-    scope: Scope
-    run: Callable[..., tuple[P, ...]] = attrs.field(eq=False)
+    factory: Callable[..., Any]  # the function that made it
+    # The arguments of that function, frozen.
+    args: tuple[Any, ...] = attrs.field(converter=frozen, eq=_ordered)
+    options: Mapping[str, Any] = attrs.field(converter=frozen, eq=_ordered)
+    scope: Scope  # ``"rank"`` or ``"world"``
+    # From plans to plans. A rank pass may get several plans at once, and treats each as if it were
+    # alone.
+    run: Callable[[tuple[P, ...]], tuple[P, ...]] = attrs.field(eq=False)
+    # A function that returns the pass that undoes this one, or raises a ValueError; or a text that
+    # says why there is none. See `inverse`.
+    undo: Callable[[], Step[P]] | str = attrs.field(
+        default="the plans before it cannot be known after it", eq=False
+    )
+    # Whether the pass only decides which holder of a replica writes it. Such a pass means nothing
+    # for a load and cannot lose data.
     assigns: bool = attrs.field(default=False, eq=False)
+    # Whether the pass shows plans, which know their rank, to a user's function.
     shows_rank: bool = attrs.field(default=False, eq=False)
+    # Whether a pass that has an inverse leaves all names as they are.
     keeps_names: bool = attrs.field(default=False, eq=False)
-    inverse: Callable[..., Step[P]] | None = attrs.field(default=None, eq=False)
 
     def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
         """Run the pass over one plan per rank."""
-        return self.run(plans, *self.args, **self.options)
+        return self.run(plans)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.factory, self.args, dict(self.options))
 
     def __repr__(self) -> str:
         known = inspect.signature(self.factory).parameters
@@ -117,6 +95,10 @@ class Step(Generic[P]):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for Hypothesis, which would list the fields
+
+
+def _made(factory: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    return factory(*args, **options)
 
 
 def shown(value: Any) -> str:
@@ -171,13 +153,30 @@ def chain(*passes: Passes[P]) -> Step[P]:
     Raises:
         ValueError: When run, if a pass returns more or fewer plans than it was given.
     """
-    return combined(chain, passes, {}, _chain, as_steps(passes), _undo_chain)
+    steps = as_steps(passes)
+    return combined(
+        Step(chain, passes, {}, "rank", partial(_run_all, steps), partial(_undo_all, steps)), steps
+    )
 
 
-def _chain(plans: tuple[P, ...], *passes: Passes[P]) -> tuple[P, ...]:
-    for step in as_steps(passes):
+def _run_all(steps: Sequence[Pass[P]], plans: tuple[P, ...]) -> tuple[P, ...]:
+    for step in steps:
         plans = run_pass(step, plans)
     return plans
+
+
+def _undo_all(steps: Sequence[Pass[P]]) -> Step[P]:
+    return chain(*map(inverse, reversed(steps)))
+
+
+def combined(outer: Step[P], steps: Sequence[Pass[P]]) -> Step[P]:
+    """Return a pass that runs others, ``steps``, with the facts that follow from theirs."""
+    return attrs.evolve(
+        outer,
+        scope="world" if "world" in map(scope_of, steps) else "rank",
+        shows_rank=outer.shows_rank or any(map(may_see_rank, steps)),
+        keeps_names=all(map(keeps_names, steps)),
+    )
 
 
 def inverse(step: Passes[P]) -> Step[P]:
@@ -196,39 +195,9 @@ def inverse(step: Passes[P]) -> Step[P]:
         return inverse(chain(step))
     if not isinstance(step, Step):
         raise ValueError(f"{_name(step)} is a function, and only passes of shardplan have inverses")
-    if step.inverse is None:
-        raise ValueError(f"{step!r} has no inverse: the plans before it cannot be known after it")
-    return step.inverse(*step.args, **step.options)
-
-
-def no_inverse(reason: str, *_: Any, **__: Any) -> NoReturn:
-    """Raise a ValueError; with ``partial`` and a reason, the ``inverse`` of a step without one."""
-    raise ValueError(reason)
-
-
-def _undo_chain(*passes: Passes[P]) -> Step[P]:
-    return chain(*map(inverse, reversed(as_steps(passes))))
-
-
-def combined(
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-    options: Mapping[str, Any],
-    run: Callable[..., tuple[P, ...]],
-    steps: Sequence[Pass[P]],
-    undo: Callable[..., Step[P]],
-) -> Step[P]:
-    """Return a pass that runs others, ``steps``, with the facts that follow from theirs."""
-    return Step(
-        factory,
-        args,
-        options,
-        "world" if "world" in map(scope_of, steps) else "rank",
-        run,
-        shows_rank=any(map(may_see_rank, steps)),
-        keeps_names=all(map(keeps_names, steps)),
-        inverse=undo,
-    )
+    if isinstance(step.undo, str):
+        raise ValueError(f"{step!r} has no inverse: {step.undo}")
+    return step.undo()
 
 
 def as_steps(passes: Passes[P] | Iterable[Passes[P]] | None) -> tuple[Pass[P], ...]:
@@ -238,9 +207,7 @@ def as_steps(passes: Passes[P] | Iterable[Passes[P]] | None) -> tuple[Pass[P], .
     >>> as_steps([drop("a"), chain(drop("b"), [cast("bfloat16")])])
     (drop('a'), drop('b'), cast('bfloat16'))
     """
-    if passes is None:
-        return ()
-    return _steps(passes)
+    return () if passes is None else _steps(passes)
 
 
 def _steps(passes: object) -> tuple[Any, ...]:
@@ -258,14 +225,11 @@ def _steps(passes: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Stages(Generic[P]):
-    """A planner, cut at its first world pass.
+    """A planner, cut at its first world pass."""
 
-    Attributes:
-        own: The rank passes before the cut; each rank runs them over its own plan.
-        rest: The first world pass and all passes after it; run where all plans are known.
-    """
-
+    # The rank passes before the cut; each rank runs them over its own plan.
     own: tuple[Pass[P], ...]
+    # The first world pass and all passes after it; run where all plans are known.
     rest: tuple[Pass[P], ...]
 
     @classmethod

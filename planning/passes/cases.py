@@ -14,21 +14,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, group_rows, numbered, padded, readonly
+from ..columns.arrays import Ints, Table, column, group_rows, numbered, pad, padded, readonly
 from ..columns.frames import Coded, SourceFrame
 from ..columns.items import WriteItems
 from ..geometry.axes import Axes, Cut, canonical, cut, digits_of, joined
 from ..geometry.overlap import overlap_many
-from ..geometry.tilings import Tiling, pad, tile
+from ..geometry.tilings import Tiling, tile
 from .moves import Move, Piece
-
-__all__ = ["CaseError", "Cases", "Numbered", "Results", "move_cases"]
 
 Sizes = tuple[int, ...]
 
@@ -45,12 +43,9 @@ class Cases:
 
     @classmethod
     def of(cls, every: Sequence[WriteItems], move: Ints, moves: Sequence[Move]) -> Numbered:
-        """Find the cases of the items of all plans.
+        """Find the cases of the items of all plans, given the number of each item's move.
 
-        Args:
-            every: The items of each plan.
-            move: The number of each item's move; if it stays, -1 minus its number of axes.
-            moves: The moves.
+        If an item stays, that is -1 minus its number of axes.
         """
         wide = max(items.catalog.axes for items in every)
         offsets = np.concatenate([pad(items.offsets, wide, 0) for items in every])
@@ -62,13 +57,12 @@ class Cases:
             columns += [frame.ndim, frame.offsets, frame.sizes]
         sample, which = _distinct(columns)
         move, offsets, sizes = move[sample], offsets[sample], sizes[sample]
-        if frame is None:
+        if frame is not None:
+            boxes = frame.take(sample)
+        else:
             axes = column([len(one.pieces[0].cut.box_sizes) for one in moves])
             ndim = np.where(move < 0, -1 - move, axes[np.maximum(move, 0)])
-            none = Coded[Any].none(len(sample))
-            boxes = SourceFrame(ndim, offsets, sizes, none, none)
-        else:
-            boxes = frame.take(sample)
+            boxes = SourceFrame.of_chunks(ndim, offsets, sizes)
         return Numbered(cls(sample, np.maximum(move, -1), offsets, sizes, boxes), which)
 
 
@@ -95,7 +89,8 @@ def move_cases(cases: Cases, moves: Sequence[Move]) -> Results:
         parts.append(_composed(cases, pieces, pairs.take(~plain)))
     if empty.any():
         parts.append(_emptied(cases, pieces, np.flatnonzero(empty)))
-    return Results.concat(parts + _padding(cases, moves))
+    results = Results.concat(parts + _padding(cases, moves))
+    return results.take(np.argsort(results.case, kind="stable"))
 
 
 class CaseError(ValueError):
@@ -107,7 +102,7 @@ class CaseError(ValueError):
 
 
 @attrs.frozen(eq=False)
-class _Pairs:
+class _Pairs(Table):
     """Cases, the pieces that they overlap, and where, in the frame of the tensor before."""
 
     case: Ints
@@ -115,67 +110,26 @@ class _Pairs:
     offsets: Ints
     sizes: Ints
 
-    def take(self, rows: npt.NDArray[Any]) -> _Pairs:
-        """Return the given rows."""
-        return _Pairs(self.case[rows], self.piece[rows], self.offsets[rows], self.sizes[rows])
-
 
 @attrs.frozen(eq=False)
-class Results:
+class Results(Table):
     """Boxes after the move; one row each."""
 
     case: Ints  # the case that it belongs to
     target: Ints  # the number of its tensor; -1 if it is left out
     offsets: Ints
     sizes: Ints
-    box_ndim: Ints
-    box_offsets: Ints
-    box_sizes: Ints
-    axes: Coded[Axes]
-    fill: Coded[float]
-
-    @classmethod
-    def concat(cls, parts: Sequence[Results]) -> Results:
-        """Concatenate results, in order of cases."""
-        wide = max(part.offsets.shape[1] for part in parts)
-        boxes = max(part.box_offsets.shape[1] for part in parts)
-        case = np.concatenate([part.case for part in parts])
-        order = np.argsort(case, kind="stable")
-        return cls(
-            case[order],
-            np.concatenate([part.target for part in parts])[order],
-            np.concatenate([pad(part.offsets, wide, 0) for part in parts])[order],
-            np.concatenate([pad(part.sizes, wide, 1) for part in parts])[order],
-            np.concatenate([part.box_ndim for part in parts])[order],
-            np.concatenate([pad(part.box_offsets, boxes, 0) for part in parts])[order],
-            np.concatenate([pad(part.box_sizes, boxes, 1) for part in parts])[order],
-            Coded.concat([part.axes for part in parts]).take(order),
-            Coded.concat([part.fill for part in parts]).take(order),
-        )
+    frame: SourceFrame
 
     @property
     def plain(self) -> npt.NDArray[np.bool_]:
         """Which boxes are the chunks that they become."""
-        same = ~self.axes.known & ~self.fill.known
-        pairs = ((self.offsets, self.box_offsets, 0), (self.sizes, self.box_sizes, 1))
-        for chunk, box, value in pairs:
+        frame = self.frame
+        same = ~frame.axes.known & ~frame.fill.known
+        for chunk, box, value in ((self.offsets, frame.offsets, 0), (self.sizes, frame.sizes, 1)):
             wide = max(chunk.shape[1], box.shape[1])
             same &= (pad(chunk, wide, value) == pad(box, wide, value)).all(axis=1)
         return same
-
-    def take(self, rows: npt.NDArray[Any] | slice) -> Results:
-        """Return the given rows."""
-        return Results(
-            self.case[rows],
-            self.target[rows],
-            self.offsets[rows],
-            self.sizes[rows],
-            self.box_ndim[rows],
-            self.box_offsets[rows],
-            self.box_sizes[rows],
-            self.axes.take(rows),
-            self.fill.take(rows),
-        )
 
 
 @attrs.frozen(eq=False)
@@ -267,8 +221,7 @@ def _pairs(cases: Cases, pieces: _Pieces, mask: npt.NDArray[np.bool_]) -> _Pairs
         found = overlap_many(tilings, which, cases.offsets[several], cases.sizes[several])
         piece = pieces.first[move[found.box]] + found.chunk
         parts.append(_Pairs(several[found.box], piece, found.offsets, found.sizes))
-    columns = zip(*(attrs.astuple(part, recurse=False) for part in parts), strict=True)
-    return _Pairs(*map(np.concatenate, columns)) if len(parts) > 1 else parts[0]
+    return _Pairs.concat(parts)
 
 
 def _base(cases: Cases, pairs: _Pairs) -> tuple[Ints, Ints]:
@@ -293,11 +246,7 @@ def _shifted(cases: Cases, pieces: _Pieces, pairs: _Pairs) -> Results:
         pieces.target[pairs.piece],
         pad(pairs.offsets, wide, 0) + shift,
         pad(pairs.sizes, wide, 1),
-        cases.frame.ndim[pairs.case],
-        box_offsets,
-        box_sizes,
-        cases.frame.axes.take(pairs.case),
-        cases.frame.fill.take(pairs.case),
+        attrs.evolve(cases.frame.take(pairs.case), offsets=box_offsets, sizes=box_sizes),
     )
 
 
@@ -370,21 +319,18 @@ def _spread(cases: Cases, pieces: _Pieces, solved: _Solved) -> Results:
     steps = np.einsum("pb,pba->pa", solved.turns[pair], pieces.stride[piece])
     fills = cases.frame.fill.take(case)
     none = fills.known
-    box_ndim = column([len(c.box_offsets) for c in cuts])[at]
     box_offsets = padded([c.box_offsets for c in cuts], 0, boxes)[at] + pad(base, boxes, 0)[pair]
-    box_sizes = padded([c.box_sizes for c in cuts], 1, boxes)[at]
-    box_ndim, axes = np.where(none, 0, box_ndim), Coded.of(c.axes for c in cuts).take(at)
-    return Results(
-        case,
-        pieces.target[piece],
-        padded([c.chunk_offsets for c in cuts], 0, after)[at] + pad(steps, after, 0),
-        padded([c.chunk_sizes for c in cuts], 1, after)[at],
-        box_ndim,
+    axes = Coded.of(c.axes for c in cuts).take(at)
+    frame = SourceFrame(
+        np.where(none, 0, column([len(c.box_offsets) for c in cuts])[at]),
         np.where(none[:, None], 0, box_offsets),
-        np.where(none[:, None], 1, box_sizes),
+        np.where(none[:, None], 1, padded([c.box_sizes for c in cuts], 1, boxes)[at]),
         Coded(np.where(none, -1, axes.number), axes.values),
         fills,
     )
+    offsets = padded([c.chunk_offsets for c in cuts], 0, after)[at] + pad(steps, after, 0)
+    sizes = padded([c.chunk_sizes for c in cuts], 1, after)[at]
+    return Results(case, pieces.target[piece], offsets, sizes, frame)
 
 
 def _distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -423,21 +369,16 @@ def _emptied(cases: Cases, pieces: _Pieces, at: Ints) -> Results:
     boxes = zip(frame.sizes[case].tolist(), frame.ndim[case].tolist(), strict=True)
     sizes = [tuple(box[:ndim]) for box, ndim in boxes]
     cuts = [one for _, _, one in found]
-    pairs = zip(sizes, cuts, strict=True)
-    fills = frame.fill.take(case)
+    axes = (
+        None if frame.fill[case[n]] is not None else canonical((0,), (0,), box, one.chunk_sizes)
+        for n, (box, one) in enumerate(zip(sizes, cuts, strict=True))
+    )
     return Results(
         case,
         column([target for _, target, _ in found]),
         padded([one.chunk_offsets for one in cuts], 0),
         padded([one.chunk_sizes for one in cuts], 1),
-        frame.ndim[case],
-        frame.offsets[case],
-        frame.sizes[case],
-        Coded.of(
-            None if fills.number[n] >= 0 else canonical((0,), (0,), box, one.chunk_sizes)
-            for n, (box, one) in enumerate(pairs)
-        ),
-        fills,
+        attrs.evolve(frame.take(case), axes=Coded.of(axes)),
     )
 
 
@@ -452,9 +393,8 @@ def _padding(cases: Cases, moves: Sequence[Move]) -> list[Results]:
         at = np.flatnonzero((cases.move == number) & (ends == low) & cases.sizes.all(axis=1))
         offsets, sizes = cases.offsets[at], cases.sizes[at]
         offsets[:, axis], sizes[:, axis] = low, high - low
-        zero = np.zeros((len(at), 0), np.int64)
-        fill = Coded(np.zeros(len(at), np.int64), (value,))
-        target = ndim = np.zeros(len(at), np.int64)
+        zero = np.zeros(len(at), np.int64)
         none = Coded[Axes].none(len(at))
-        found.append(Results(at, target, offsets, sizes, ndim, zero, zero, none, fill))
+        frame = SourceFrame(zero, sizes[:, :0], sizes[:, :0], none, Coded(zero, (value,)))
+        found.append(Results(at, zero, offsets, sizes, frame))
     return found

@@ -20,16 +20,13 @@ from ..dtypes import Dtype, dtype_name, family, is_exact_cast
 from ..errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
 from ..plans import SavePlan
 from ..tree import FrozenDict, empty_names
-from .base import Step, no_inverse
-
-__all__ = [
-    "Pattern", "annotate", "cast", "catalogs_of", "check_patterns", "drop", "matcher",
-    "refuse_unmatched", "rename", "renest", "select",
-]  # fmt: skip
+from .base import Step, frozen
 
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
 Test = Callable[[str], bool]
 Pattern = str | Test
+Plans = tuple[SavePlan, ...]
+Known = Mapping[int, set[str]]  # the names of each catalog, by its identity
 # What becomes of one row of a catalog: another head, or None where its items are left out.
 Edit = Callable[[Head], Head | None]
 
@@ -55,7 +52,21 @@ def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
         PlanError: When run, if two names become equal, or (see ``required``) nothing matches.
     """
     _check_renaming(how)
-    return Step(rename, (how,), {"required": required}, "rank", _rename, inverse=_undo_rename)
+    how = frozen(how)
+
+    def run(plans: Plans) -> Plans:
+        known = _known(plans)
+        if required and not callable(how):
+            _refuse_needless(how, known, plans)
+        new = {name: _renamed(how, name) for name in sorted(set().union(*known.values()))}
+        for old, name in new.items():
+            if not isinstance(name, str):
+                raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
+        _refuse_collisions(new, plans)
+        return _edit(plans, lambda head: head._replace(name=new[head.name]))
+
+    undo = partial(_undo_rename, how, required)
+    return Step(rename, (how,), {"required": required}, "rank", run, undo)
 
 
 def _check_renaming(how: object) -> None:
@@ -90,21 +101,16 @@ def _undo_rename(how: Renaming, required: bool) -> Step[SavePlan]:
     return rename({new: old for new, (old,) in olds.items()}, required=required)
 
 
-def _rename(plans: tuple[SavePlan, ...], how: Renaming, required: bool) -> tuple[SavePlan, ...]:
-    known = _known(plans)
-    if isinstance(how, Mapping) and required:
+def _refuse_needless(
+    how: Mapping[str, str] | Sequence[tuple[str, str]], known: Known, plans: Plans
+) -> None:
+    """Refuse names or expressions that match nothing."""
+    if isinstance(how, Mapping):
         refuse_unmatched("rename", known, plans, {key: partial(eq, key) for key in how})
-    elif isinstance(how, Sequence) and required:
-        for at, (pattern, _) in enumerate(how):  # each is tried on what the ones before made
-            done = how[:at]
-            now = {key: {_renamed(done, n) for n in names} for key, names in known.items()}
-            refuse_unmatched("rename", now, plans, {pattern: re.compile(pattern).search})
-    new = {name: _renamed(how, name) for name in sorted(set().union(*known.values()))}
-    for old, name in new.items():
-        if not isinstance(name, str):
-            raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
-    _refuse_collisions(new, plans)
-    return _edit(plans, lambda head: head._replace(name=new[head.name]))
+        return
+    for at, (pattern, _) in enumerate(how):  # each is tried on what the ones before made
+        now = {key: {_renamed(how[:at], n) for n in names} for key, names in known.items()}
+        refuse_unmatched("rename", now, plans, {pattern: re.compile(pattern).search})
 
 
 def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
@@ -119,16 +125,7 @@ def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in select("model.*")((plan,))[0].items]
     ['model.b', 'model.w']
     """
-    check_patterns("select", patterns)
-    lost = partial(no_inverse, "select has no inverse: what it leaves out is lost")
-    return Step(select, patterns, {"required": required}, "rank", _select, inverse=lost)
-
-
-def _select(
-    plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool
-) -> tuple[SavePlan, ...]:
-    matches = matcher("select", plans, patterns, required)
-    return _edit(plans, lambda head: head if matches(head.name) else None)
+    return _filter(select, patterns, required, keeps=True)
 
 
 def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
@@ -139,14 +136,25 @@ def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in drop("*.b", "step")((plan,))[0].items]
     ['model.w']
     """
-    check_patterns("drop", patterns)
-    lost = partial(no_inverse, "drop has no inverse: what it leaves out is lost")
-    return Step(drop, patterns, {"required": required}, "rank", _drop, inverse=lost)
+    return _filter(drop, patterns, required, keeps=False)
 
 
-def _drop(plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool) -> tuple[SavePlan, ...]:
-    matches = matcher("drop", plans, patterns, required)
-    return _edit(plans, lambda head: None if matches(head.name) else head)
+def _filter(
+    factory: Callable[..., Step[SavePlan]],
+    patterns: tuple[Pattern, ...],
+    required: bool,
+    keeps: bool,
+) -> Step[SavePlan]:
+    """Return the pass that keeps, or leaves out, the items that match one of the patterns."""
+    what = factory.__name__
+    check_patterns(what, patterns)
+
+    def run(plans: Plans) -> Plans:
+        matches = matcher(what, plans, patterns, required)
+        return _edit(plans, lambda head: head if matches(head.name) == keeps else None)
+
+    lost = "what it leaves out is lost"
+    return Step(factory, patterns, {"required": required}, "rank", run, lost)
 
 
 def cast(
@@ -172,31 +180,29 @@ def cast(
     Raises:
         PlanError: When run, if a cast would lose more than ``lossy`` allows; it names every key.
     """
-    if not isinstance(dtype, Mapping):
-        named: str | dict[str, str] = dtype_name(dtype)
-    else:
-        for pattern in dtype:
-            if not isinstance(pattern, str):
-                raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
-        named = {pattern: dtype_name(name) for pattern, name in dtype.items()}
+    if isinstance(dtype, Mapping) and not all(isinstance(pattern, str) for pattern in dtype):
+        raise TypeError(f"cast takes dtypes by pattern of names, not by {[*dtype]}")
+    of: str | dict[str, str] = (
+        {pattern: dtype_name(name) for pattern, name in dtype.items()}
+        if isinstance(dtype, Mapping)
+        else dtype_name(dtype)
+    )
+
+    def run(plans: Plans) -> Plans:
+        heads = dict.fromkeys(h for c in catalogs_of(plans).values() for h in c.heads)
+        tensors = [head for head in heads if head.properties is not None]
+        if required and isinstance(of, Mapping):
+            names = {head.name for head in tensors}
+            known = {at: some & names for at, some in _known(plans).items()}
+            refuse_unmatched("cast", known, plans, {p: _globs(p) for p in of})
+        after = {head: new for head in tensors if (new := _cast_head(head, of)) != head}
+        if not lossy:
+            _refuse_losses(after)
+        return _edit(plans, lambda head: after.get(head, head))
+
     options = {"lossy": lossy, "required": required}
-    lost = partial(no_inverse, "cast has no inverse: it does not state the dtypes before it")
-    return Step(cast, (named,), options, "rank", _cast, inverse=lost)
-
-
-def _cast(
-    plans: tuple[SavePlan, ...], dtype: str | Mapping[str, str], lossy: bool, required: bool
-) -> tuple[SavePlan, ...]:
-    heads = dict.fromkeys(h for c in catalogs_of(plans).values() for h in c.heads)
-    tensors = [head for head in heads if head.properties is not None]
-    if required and isinstance(dtype, Mapping):
-        names = {head.name for head in tensors}
-        known = {at: some & names for at, some in _known(plans).items()}
-        refuse_unmatched("cast", known, plans, {p: _globs(p) for p in dtype})
-    after = {head: new for head in tensors if (new := _cast_head(head, dtype)) != head}
-    if not lossy:
-        _refuse_losses(after)
-    return _edit(plans, lambda head: after.get(head, head))
+    lost = "it does not state the dtypes before it"
+    return Step(cast, (of,), options, "rank", run, lost)
 
 
 def _cast_head(head: Head, dtype: str | Mapping[str, str]) -> Head:
@@ -252,14 +258,14 @@ def catalogs_of(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
     return {id(plan.items.catalog): plan.items.catalog for plan in plans}
 
 
-def _known(plans: Sequence[SavePlan]) -> dict[int, set[str]]:
+def _known(plans: Sequence[SavePlan]) -> Known:
     """Return all names of each catalog, by its identity, including those without items."""
     return {at: set(catalog.names) for at, catalog in catalogs_of(plans).items()}
 
 
 def refuse_unmatched(
     what: str,
-    known: Mapping[int, set[str]],
+    known: Known,
     plans: Sequence[SavePlan],
     tests: Mapping[str, Callable[[str], Any]],
 ) -> None:
@@ -315,46 +321,33 @@ def _refuse_losses(after: Mapping[Head, Head]) -> None:
         raise PlanError(issues)
 
 
-@attrs.frozen(eq=False)
-class _Edited:
-    """A catalog after an edit.
-
-    ``row`` has the new number of each old row (-1 if dropped), ``names`` the new name of each old
-    one (None if dropped).
-    """
-
-    catalog: Catalog
-    row: Ints
-    names: Mapping[str, str | None]
-
-    @classmethod
-    def of(cls, catalog: Catalog, edit: Edit) -> _Edited:
-        """Edit a catalog."""
-        heads: dict[Head, int] = {}
-        rows: list[int] = []
-        names: dict[str, str | None] = {}
-        for head in catalog.heads:
-            after = edit(head)
-            rows.append(-1 if after is None else heads.setdefault(after, len(heads)))
-            names[head.name] = None if after is None else after.name
-        return cls(Catalog.of(heads), column(rows), names)
-
-
-def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
+def _edit(plans: Plans, edit: Edit) -> Plans:
     """Edit every distinct catalog once, and drop the items of dropped rows."""
-    edited = {at: _Edited.of(catalog, edit) for at, catalog in catalogs_of(plans).items()}
+    edited = {at: _edited(catalog, edit) for at, catalog in catalogs_of(plans).items()}
     datas: dict[tuple[int, int], Any] = {}  # ranks share their data, by identity
     done = []
     for plan in plans:
-        new = edited[id(plan.items.catalog)]
+        catalog, rows, names = edited[id(plan.items.catalog)]
         key = id(plan.items.catalog), id(plan.planner_data)
         if key not in datas:
-            datas[key] = renest(plan.planner_data, new.names)
-        row = new.row[plan.items.row]
+            datas[key] = renest(plan.planner_data, names)
+        row = rows[plan.items.row]
         items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
-        items = items.recatalog(new.catalog, readonly(row[row >= 0]))
+        items = items.recatalog(catalog, readonly(row[row >= 0]))
         done.append(attrs.evolve(plan, items=items, planner_data=datas[key]))
     return tuple(done)
+
+
+def _edited(catalog: Catalog, edit: Edit) -> tuple[Catalog, Ints, Mapping[str, str | None]]:
+    """Return a catalog after an edit, each old row's number in it, and each old name's new one.
+
+    What is dropped has the number -1 and the name None.
+    """
+    after = [edit(head) for head in catalog.heads]
+    heads: dict[Head, int] = {}
+    rows = [-1 if head is None else heads.setdefault(head, len(heads)) for head in after]
+    names = [None if head is None else head.name for head in after]
+    return Catalog.of(heads), column(rows), dict(zip(catalog.names, names, strict=True))
 
 
 def renest(data: Any, names: Mapping[str, str | None]) -> Any:
@@ -388,13 +381,11 @@ def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
     >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
     (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
     """
-    return Step(annotate, (note,), {}, "rank", _annotate, shows_rank=True)
 
+    def run(plans: Plans) -> Plans:
+        return tuple(_noted(plan, note(plan)) for plan in plans)
 
-def _annotate(
-    plans: tuple[SavePlan, ...], note: Callable[[SavePlan], Mapping[str, Any]]
-) -> tuple[SavePlan, ...]:
-    return tuple(_noted(plan, note(plan)) for plan in plans)
+    return Step(annotate, (note,), {}, "rank", run, shows_rank=True)
 
 
 def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:

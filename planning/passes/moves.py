@@ -13,11 +13,6 @@ import attrs
 from ..columns.items import Head
 from ..geometry.axes import Cut, canonical, permuted, reshaped
 
-__all__ = [
-    "Move", "Moved", "Padding", "Piece", "concat_move", "pad_move", "permute_move", "replaced",
-    "reshape_move", "split_move", "stack_move", "trim_move", "unstack_move",
-]  # fmt: skip
-
 Sizes = tuple[int, ...]
 
 
@@ -39,16 +34,11 @@ class Padding(NamedTuple):
 
 @attrs.frozen(cache_hash=True)
 class Move:
-    """What becomes of the elements of a tensor, whatever its name.
+    """What becomes of the elements of a tensor, whatever its name."""
 
-    Attributes:
-        sizes: The shapes of the tensors that they go to.
-        pieces: Boxes that together are the tensor.
-        padding: What is added; then there is one piece, which stays where it is.
-    """
-
-    sizes: tuple[Sizes, ...]
-    pieces: tuple[Piece, ...]
+    sizes: tuple[Sizes, ...]  # the shapes of the tensors that they go to
+    pieces: tuple[Piece, ...]  # boxes that together are the tensor
+    # What is added; then there is one piece, which stays where it is.
     padding: Padding | None = None
 
 

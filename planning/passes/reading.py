@@ -8,16 +8,13 @@ passes see these.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import attrs
 
 from ..dtypes import Dtype, dtype_name
 from ..plans import SavePlan
-from .base import Passes, Step, as_steps, no_inverse
-
-__all__ = ["Reading", "dequantize", "reading_of"]
+from .base import Passes, Step, as_steps
 
 
 def dequantize(dtype: Dtype = "bfloat16", *, block: Sequence[int] | None = None) -> Step[SavePlan]:
@@ -44,11 +41,10 @@ def dequantize(dtype: Dtype = "bfloat16", *, block: Sequence[int] | None = None)
         ValueError: When run: on what is saved, or inside `where` or `on_ranks`.
     """
     options = {"dtype": dtype_name(dtype), "block": None if block is None else tuple(block)}
-    why = partial(no_inverse, "dequantize has no inverse: nothing here quantises tensors")
-    return Step(dequantize, (), options, "rank", _refuse, inverse=why)
+    return Step(dequantize, (), options, "rank", _refuse, "nothing here quantises tensors")
 
 
-def _refuse(plans: tuple[SavePlan, ...], **_: Any) -> tuple[SavePlan, ...]:
+def _refuse(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     raise ValueError(
         "dequantize says how a whole checkpoint is read: pass it to load or convert, by itself or "
         "in a list of passes; not to a save, nor inside where or on_ranks"

@@ -15,21 +15,11 @@ from ..columns.arrays import Ints, readonly
 from ..columns.items import Catalog, Merged, WriteItems, merge_catalogs
 from ..errors import Issue, PlanError, span
 from ..plans import LoadPlan, SavePlan
-from .base import (
-    Passes,
-    Step,
-    as_steps,
-    chain,
-    combined,
-    inverse,
-    keeps_names,
-    ranked,
-    run_pass,
-    scope_of,
-)
-from .keys import Pattern, catalogs_of, check_patterns, matcher
 
-__all__ = ["on_ranks", "partition", "where"]
+from .base import (  # isort: skip
+    Passes, Step, as_steps, chain, combined, frozen, inverse, keeps_names, ranked, run_pass,
+)  # fmt: skip
+from .keys import Pattern, Plans, catalogs_of, check_patterns, matcher
 
 P = TypeVar("P", SavePlan, LoadPlan)
 Ranks = Collection[int] | Callable[[int], bool]
@@ -57,33 +47,27 @@ def partition(
     Raises:
         PlanError: When run, if there is no pass for the label of a name.
     """
-    steps = as_steps(passes.values())
-    return combined(partition, (label, passes), {}, _partition, steps, _undo_partition)
+    passes = frozen(passes)
+
+    def run(plans: Plans) -> Plans:
+        labels = _labels(plans, label)
+        _refuse_strays(plans, labels, passes)
+        return _route(ranked(plans), labels, passes)
+
+    def undo() -> Step[SavePlan]:
+        return partition(label, {of: _undone("partition", step) for of, step in passes.items()})
+
+    outer = Step(partition, (label, passes), {}, "rank", run, undo)
+    return combined(outer, as_steps(passes.values()))
 
 
-def _undo_partition(
-    label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
-) -> Step[SavePlan]:
-    return partition(label, {of: _undo("partition", step) for of, step in passes.items()})
-
-
-def _undo(what: str, step: Passes[SavePlan]) -> Step[SavePlan]:
+def _undone(what: str, step: Passes[SavePlan]) -> Step[SavePlan]:
     """Return the inverse of a pass whose items are found again by their names."""
     undone = inverse(step)
     if not keeps_names(chain(step)):
         text = f"{what} has no inverse around {chain(step)!r}, which changes the names that {what} "
         raise ValueError(f"{text}goes by; give the pass itself names that match only these items")
     return undone
-
-
-def _partition(
-    plans: tuple[SavePlan, ...],
-    label: Callable[[str], str],
-    passes: Mapping[str, Passes[SavePlan]],
-) -> tuple[SavePlan, ...]:
-    labels = _labels(plans, label)
-    _refuse_strays(plans, labels, passes)
-    return _route(ranked(plans), labels, passes)
 
 
 def _labels(plans: Sequence[SavePlan], label: Callable[[str], Any]) -> Labels:
@@ -110,25 +94,22 @@ def where(pattern: Pattern, step: Passes[SavePlan], *, required: bool = True) ->
     [8, 8, 16]
     """
     check_patterns("where", [pattern])
-    return combined(
-        where, (pattern, step), {"required": required}, _where, as_steps(step), _undo_where
-    )
+    inner = chain(step)
 
+    def run(plans: Plans) -> Plans:
+        labels = _labels(plans, matcher("where", plans, [pattern], required))
+        everyone = inner.scope == "world" and any(hit.any() for hit in labels.values())
+        return _on_some(
+            ranked(plans),
+            lambda plan: everyone or bool(labels[id(plan.items.catalog)].any()),
+            lambda some: _route(some, labels, {True: inner, False: chain()}),
+        )
 
-def _undo_where(pattern: Pattern, step: Passes[SavePlan], required: bool) -> Step[SavePlan]:
-    return where(pattern, _undo("where", step), required=required)
+    def undo() -> Step[SavePlan]:
+        return where(pattern, _undone("where", step), required=required)
 
-
-def _where(
-    plans: tuple[SavePlan, ...], pattern: Pattern, step: Passes[SavePlan], required: bool
-) -> tuple[SavePlan, ...]:
-    labels = _labels(plans, matcher("where", plans, [pattern], required))
-    everyone = scope_of(chain(step)) == "world" and any(hit.any() for hit in labels.values())
-    return _on_some(
-        ranked(plans),
-        lambda plan: everyone or bool(labels[id(plan.items.catalog)].any()),
-        lambda some: _route(some, labels, {True: step, False: chain()}),
-    )
+    outer = Step(where, (pattern, step), {"required": required}, "rank", run, undo)
+    return combined(outer, as_steps(step))
 
 
 def on_ranks(ranks: Ranks, step: Passes[P]) -> Step[P]:
@@ -151,34 +132,32 @@ def on_ranks(ranks: Ranks, step: Passes[P]) -> Step[P]:
             raise TypeError(f"on_ranks takes ranks, [0, 1], or a function of a rank, not {ranks!r}")
         if any(index(rank) < 0 for rank in ranks):
             raise ValueError(f"ranks are numbered from 0: {ranks!r}")
-    if scope_of(chain(step)) == "world":
-        raise ValueError(f"{chain(step)!r} needs the plans of all ranks, not of some")
-    done = combined(on_ranks, (ranks, step), {}, _on_ranks, as_steps(step), _undo_on_ranks)
-    return attrs.evolve(done, shows_rank=True)
+    inner, chosen = chain(step), ranks if callable(ranks) else frozenset(ranks)
+    if inner.scope == "world":
+        raise ValueError(f"{inner!r} needs the plans of all ranks, not of some")
+    is_chosen = chosen if callable(chosen) else chosen.__contains__
 
+    def run(plans: tuple[P, ...]) -> tuple[P, ...]:
+        plans = ranked(plans)
+        count = plans[0].world_size if plans else None
+        beyond = [] if callable(chosen) or count is None else [r for r in chosen if r >= count]
+        if beyond:
+            raise ValueError(f"on_ranks names {span(beyond)}, and there are only {count} ranks")
+        return _on_some(
+            plans,
+            lambda plan: plan.rank is not None and is_chosen(plan.rank),
+            lambda some: run_pass(inner, some),
+        )
 
-def _undo_on_ranks(ranks: Ranks, step: Passes[P]) -> Step[P]:
-    return on_ranks(ranks, inverse(step))
+    def undo() -> Step[P]:
+        return on_ranks(ranks, inverse(step))
 
-
-def _on_ranks(plans: tuple[P, ...], ranks: Ranks, step: Passes[P]) -> tuple[P, ...]:
-    plans = ranked(plans)
-    count = plans[0].world_size if plans else None
-    beyond = [] if callable(ranks) or count is None else [rank for rank in ranks if rank >= count]
-    if beyond:
-        raise ValueError(f"on_ranks names {span(beyond)}, and there are only {count} ranks")
-    chosen = ranks if callable(ranks) else frozenset(ranks).__contains__
-    return _on_some(
-        plans,
-        lambda plan: plan.rank is not None and chosen(plan.rank),
-        lambda some: run_pass(chain(step), some),
-    )
+    outer = Step(on_ranks, (ranks, step), {}, "rank", run, undo, shows_rank=True)
+    return combined(outer, as_steps(step))
 
 
 def _on_some(
-    plans: tuple[P, ...],
-    chosen: Callable[[P], bool],
-    run: Callable[[tuple[P, ...]], tuple[P, ...]],
+    plans: tuple[P, ...], chosen: Callable[[P], bool], run: Callable[[tuple[P, ...]], tuple[P, ...]]
 ) -> tuple[P, ...]:
     """Run a function over the chosen plans, and put the others back in between."""
     which = [chosen(plan) for plan in plans]
@@ -190,9 +169,7 @@ def _on_some(
     )
 
 
-def _route(
-    plans: tuple[SavePlan, ...], labels: Labels, passes: Mapping[Any, Passes[SavePlan]]
-) -> tuple[SavePlan, ...]:
+def _route(plans: Plans, labels: Labels, passes: Mapping[Any, Passes[SavePlan]]) -> Plans:
     """Run each pass over the items with its label; the parts keep their places in the plan."""
     catalogs = catalogs_of(plans)
     parts: list[list[WriteItems]] = [[] for _ in plans]
@@ -237,9 +214,7 @@ def _joined(
     return items if in_order else items.take(np.argsort(place, kind="stable"))
 
 
-def _refuse_strays(
-    plans: tuple[SavePlan, ...], labels: Labels, passes: Mapping[str, object]
-) -> None:
+def _refuse_strays(plans: Plans, labels: Labels, passes: Mapping[str, object]) -> None:
     """Refuse names whose label has no pass; they would be lost silently."""
     stray: dict[str, str] = {}
     for plan in plans:

@@ -6,25 +6,29 @@ tensors, and a load through the same planner fills the old ones.
 
 Names are patterns. ``*`` stands for any characters, as few as possible, and ``#`` for a number;
 what they matched is put into the new names, in order. Other characters stand for themselves.
+
+All of them raise a PlanError when run if a tensor does not fit or a new name is taken, and, unless
+``required=False``, if a pattern matches no tensor. Negative axes count from the end.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from operator import index
-from typing import Any, Final, Literal, SupportsIndex
+from typing import Any, Final, SupportsIndex
 
 from ..columns.items import Head
 from ..errors import Issue, PlanError, listed
 from ..plans import SavePlan
 from ..records import fill_value
-from .base import Step
-from .edits import Misfit, run_edits
+from .base import Step, frozen
+from .edits import Edit, Match, Misfit, check_names, filled, matched, numbered, run_edits
 from .keys import catalogs_of
-from .moves import (
+
+from .moves import (  # isort: skip
     Moved,
     concat_move,
     pad_move,
@@ -35,27 +39,24 @@ from .moves import (
     stack_move,
     trim_move,
     unstack_move,
-)
-from .patterns import Match, check_names, filled, matched, numbered
-
-__all__ = ["concat", "pad", "permute", "reshape", "split", "stack", "trim", "unstack"]
+)  # fmt: skip
 
 _NAMED: Final = 8  # missing tensors to name
 
 Plans = tuple[SavePlan, ...]
 Sizes = tuple[int, ...]
+Lengths = Mapping[str, int] | Sequence[str]
+Undo = Callable[[], Step[SavePlan]] | str
 
 
-def split(
-    pattern: str, into: Mapping[str, int] | Sequence[str], axis: int = 0, *, required: bool = True
-) -> Step[SavePlan]:
+def split(pattern: str, into: Lengths, axis: int = 0, *, required: bool = True) -> Step[SavePlan]:
     """Cut a tensor into several along an axis.
 
     Args:
         pattern: The tensors, by name.
         into: The new names, in order, each with its length along the axis; or only the names, for
             parts of equal length.
-        axis: The axis; negative ones count from the end.
+        axis: The axis.
         required: Whether it is an error if the pattern matches no tensor.
 
     >>> from shardplan.planning import TensorSpec, local_plan
@@ -66,54 +67,34 @@ def split(
     0.q ← 0.qkv            TENSOR  float32  [4, 2]  [0:4, 0:2]
     0.k ← 0.qkv[4:5, 0:2]  TENSOR  float32  [1, 2]  [0:1, 0:2]
     0.v ← 0.qkv[5:6, 0:2]  TENSOR  float32  [1, 2]  [0:1, 0:2]
-
-    Raises:
-        PlanError: When run, if the lengths do not add up, or a name is taken.
     """
-    check_names("split", [pattern], _names(into))
-    _check_lengths("split", into)
-    options = {"axis": _whole("axis", axis), "required": required}
-    return Step(split, (pattern, into), options, "rank", _split, inverse=_undo_split)
-
-
-def _undo_split(
-    pattern: str, into: Mapping[str, int] | Sequence[str], axis: int, required: bool
-) -> Step[SavePlan]:
-    return concat(into, pattern, axis, required=required)
-
-
-def _split(
-    plans: Plans,
-    pattern: str,
-    into: Mapping[str, int] | Sequence[str],
-    axis: int,
-    required: bool,
-) -> Plans:
-    names = _names(into)
-    lengths = tuple(into.values()) if isinstance(into, Mapping) else None
+    names = _part_names(into)
+    check_names("split", [pattern], names)
+    lengths, into = _part_lengths("split", into), frozen(into)
 
     def edit(head: Head, match: Match) -> Moved:
         at = _axis(head, axis)
-        parts = _equal(head, at, len(names)) if lengths is None else lengths
+        parts = lengths or _equal(head, at, len(names))
         if sum(parts) != head.size[at]:
             have = ", ".join(f"`{n}`: {k}" for n, k in zip(names, parts, strict=True))
             text = f"the parts have {sum(parts)} ({have}); state lengths that add up"
             raise Misfit(f"`{head.name}` has {head.size[at]} along axis {at} and {text}")
         return Moved(split_move(head.size, at, parts), tuple(filled(n, match) for n in names))
 
-    return run_edits("split", plans, {pattern: edit}, required)
+    options = {"axis": _whole("axis", axis), "required": required}
+    undo = partial(concat, into, pattern, axis, required=required)
+    run = partial(run_edits, "split", {pattern: edit}, required)
+    return Step(split, (pattern, into), options, "rank", run, undo)
 
 
-def concat(
-    names: Mapping[str, int] | Sequence[str], into: str, axis: int = 0, *, required: bool = True
-) -> Step[SavePlan]:
+def concat(names: Lengths, into: str, axis: int = 0, *, required: bool = True) -> Step[SavePlan]:
     """Join several tensors into one along an axis; they may be held by different ranks.
 
     Args:
         names: The tensors, in order, each with its length along the axis; or only their names, for
             lengths as the ranks hold them, which needs the plans of all ranks.
         into: The new name.
-        axis: The axis; negative ones count from the end.
+        axis: The axis.
         required: Whether it is an error if a pattern matches no tensor.
 
     >>> from shardplan.planning import TensorSpec, local_plan
@@ -123,66 +104,41 @@ def concat(
     name                    type    dtype    shape   box
     0.w13 ← 0.w1            TENSOR  float32  [6, 2]  [0:3, 0:2]
     0.w13 ← 0.w3[0:3, 0:2]  TENSOR  float32  [6, 2]  [3:6, 0:2]
-
-    Raises:
-        PlanError: When run, if the tensors do not fit together, one of them is missing, or a name
-            is taken.
     """
-    check_names("concat", _names(names), [into])
-    _check_lengths("concat", names)
-    options = {"axis": _whole("axis", axis), "required": required}
-    scope: Literal["rank", "world"] = "rank" if isinstance(names, Mapping) else "world"
-    return Step(concat, (names, into), options, scope, _concat, inverse=_undo_concat)
+    patterns = _part_names(names)
+    check_names("concat", patterns, [into])
+    lengths, names = _part_lengths("concat", names), frozen(names)
 
-
-def _undo_concat(
-    names: Mapping[str, int] | Sequence[str], into: str, axis: int, required: bool
-) -> Step[SavePlan]:
-    if not isinstance(names, Mapping):
-        text = "concat has an inverse if it states the length of each part: concat({name: length})"
-        raise ValueError(text)
-    return split(into, names, axis, required=required)
-
-
-def _concat(
-    plans: Plans,
-    names: Mapping[str, int] | Sequence[str],
-    into: str,
-    axis: int,
-    required: bool,
-) -> Plans:
-    lengths = tuple(names.values()) if isinstance(names, Mapping) else None
-    patterns = _names(names)
-    known = _lengths(plans, patterns, into, axis) if lengths is None else {}
-
-    def edit(part: int, head: Head, match: Match) -> Moved:
-        at = _axis(head, axis)
-        own = lengths or known[match]
+    def edit(of: Mapping[Match, Sizes], part: int, head: Head, match: Match) -> Moved:
+        at, own = _axis(head, axis), lengths or of[match]
         if head.size[at] != own[part]:
-            text = f"and not {own[part]}, as "
-            text += "on another rank" if lengths is None else "concat states; state its true length"
-            raise Misfit(f"`{head.name}` has {head.size[at]} along axis {at}, {text}")
+            why = "as concat states; state its true length" if lengths else "as on another rank"
+            text = f"`{head.name}` has {head.size[at]} along axis {at}, and not {own[part]}"
+            raise Misfit(f"{text}, {why}")
         shift = replaced((0,) * len(head.size), at, sum(own[:part]))
         return Moved(concat_move(head.size, at, sum(own)), (filled(into, match),), shift)
 
-    edits = {pattern: partial(edit, part) for part, pattern in enumerate(patterns)}
-    return run_edits("concat", plans, edits, required, joins=True, everywhere=lengths is None)
+    def run(plans: Plans) -> Plans:
+        of = {} if lengths else _lengths(plans, patterns, into, axis)
+        edits = {pattern: partial(edit, of, part) for part, pattern in enumerate(patterns)}
+        return run_edits("concat", edits, required, plans, joins=True, everywhere=not lengths)
+
+    options = {"axis": _whole("axis", axis), "required": required}
+    undo: Undo = "it must state the length of each part: concat({name: length})"
+    if lengths:
+        undo = partial(split, into, names, axis, required=required)
+    return Step(concat, (names, into), options, "rank" if lengths else "world", run, undo)
 
 
 def stack(
-    pattern: str,
-    into: str,
-    axis: int = 0,
-    *,
-    count: int | None = None,
-    required: bool = True,
+    pattern: str, into: str, axis: int = 0, *, count: int | None = None, required: bool = True
 ) -> Step[SavePlan]:
     """Join numbered tensors into one, along a new axis; they may be held by different ranks.
 
     Args:
         pattern: The tensors, by name; its last ``#`` is their number along the new axis.
         into: The new name, without that ``#``.
-        axis: The new axis; negative ones count from the end.
+        axis: The new axis.
         count: How many there are. Without it, the plans of all ranks are needed to find out.
         required: Whether it is an error if the pattern matches no tensor.
 
@@ -193,59 +149,37 @@ def stack(
     name                          type    dtype    shape   box
     experts.w ← experts.0.w[0:2]  TENSOR  float32  [2, 2]  [0:1, 0:2]
     experts.w ← experts.1.w[0:2]  TENSOR  float32  [2, 2]  [1:2, 0:2]
-
-    Raises:
-        PlanError: When run, if the tensors differ in shape or dtype, a number is missing, or a name
-            is taken.
     """
     check_names("stack", [pattern], [into], more=-1)
-    _check_count("stack", count)
-    options = {"axis": _whole("axis", axis), "count": count, "required": required}
-    scope: Literal["rank", "world"] = "world" if count is None else "rank"
-    return Step(stack, (pattern, into), options, scope, _stack, inverse=_undo_stack)
 
-
-def _undo_stack(
-    pattern: str, into: str, axis: int, count: int | None, required: bool
-) -> Step[SavePlan]:
-    return unstack(into, pattern, axis, count=count, required=required)
-
-
-def _stack(
-    plans: Plans, pattern: str, into: str, axis: int, count: int | None, required: bool
-) -> Plans:
-    counts = _counted(plans, pattern, into) if count is None else {}
-
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(counts: Mapping[Match, int], head: Head, match: Match) -> Moved:
         number, rest = match.numbers[-1], match._replace(numbers=match.numbers[:-1])
-        at = _axis(head, axis, more=1)
+        at, name = _axis(head, axis, more=1), filled(into, rest)
         total = counts[rest] if count is None else count
-        name = filled(into, rest)
         if number >= total:
             text = f"`{head.name}` has number {number}, and there are {total} in `{name}`"
             raise Misfit(f"{text}; state a greater count")
         shift = replaced((0,) * (len(head.size) + 1), at, number)
         return Moved(stack_move(head.size, at, total), (name,), shift)
 
-    return run_edits(
-        "stack", plans, {pattern: edit}, required, joins=True, everywhere=count is None
-    )
+    def run(plans: Plans) -> Plans:
+        edits = {pattern: partial(edit, _counted(plans, pattern, into) if count is None else {})}
+        return run_edits("stack", edits, required, plans, joins=True, everywhere=count is None)
+
+    options = _counting("stack", axis, count, required)
+    undo = partial(unstack, into, pattern, **options)
+    return Step(stack, (pattern, into), options, "world" if count is None else "rank", run, undo)
 
 
 def unstack(
-    pattern: str,
-    into: str,
-    axis: int = 0,
-    *,
-    count: int | None = None,
-    required: bool = True,
+    pattern: str, into: str, axis: int = 0, *, count: int | None = None, required: bool = True
 ) -> Step[SavePlan]:
     """Cut a tensor into numbered ones along an axis, which they do not have.
 
     Args:
         pattern: The tensors, by name.
         into: The new name; its last ``#`` becomes the number along the axis.
-        axis: The axis; negative ones count from the end.
+        axis: The axis.
         count: The length of the axis, which is checked.
         required: Whether it is an error if the pattern matches no tensor.
 
@@ -256,25 +190,9 @@ def unstack(
     name                               type    dtype    shape  box
     experts.0.w ← experts.w[0:1, 0:3]  TENSOR  float32  [3]    [0:3]
     experts.1.w ← experts.w[1:2, 0:3]  TENSOR  float32  [3]    [0:3]
-
-    Raises:
-        PlanError: When run, if the axis has another length than ``count``, or a name is taken.
     """
     check_names("unstack", [pattern], [into], more=1)
-    _check_count("unstack", count)
-    options = {"axis": _whole("axis", axis), "count": count, "required": required}
-    return Step(unstack, (pattern, into), options, "rank", _unstack, inverse=_undo_unstack)
 
-
-def _undo_unstack(
-    pattern: str, into: str, axis: int, count: int | None, required: bool
-) -> Step[SavePlan]:
-    return stack(into, pattern, axis, count=count, required=required)
-
-
-def _unstack(
-    plans: Plans, pattern: str, into: str, axis: int, count: int | None, required: bool
-) -> Plans:
     def edit(head: Head, match: Match) -> Moved:
         at = _axis(head, axis)
         length = head.size[at]
@@ -284,7 +202,10 @@ def _unstack(
         names = tuple(filled(into, numbered(match, number)) for number in range(length))
         return Moved(unstack_move(head.size, at), names)
 
-    return run_edits("unstack", plans, {pattern: edit}, required)
+    options = _counting("unstack", axis, count, required)
+    undo = partial(stack, into, pattern, **options)
+    run = partial(run_edits, "unstack", {pattern: edit}, required)
+    return Step(unstack, (pattern, into), options, "rank", run, undo)
 
 
 def permute(pattern: str, order: Sequence[int], *, required: bool = True) -> Step[SavePlan]:
@@ -300,40 +221,20 @@ def permute(pattern: str, order: Sequence[int], *, required: bool = True) -> Ste
     >>> item = permute("w", (1, 0))((plan,))[0].items[0]
     >>> item.tensor_data.chunk.sizes, item.source_box.sizes
     ((2, 4), (4, 2))
-
-    Raises:
-        ValueError: ``order`` is not an order of axes.
-        PlanError: When run, if a tensor has another number of axes.
     """
     axes = _wholes("permute: the order", order)
-    check_names("permute", [pattern], [pattern])
     if sorted(axes) != list(range(len(axes))):
         raise ValueError(f"permute: {axes} must name each axis from 0 to {len(axes) - 1} once")
-    options = {"required": required}
-    return Step(
-        permute,
-        (pattern, axes),
-        options,
-        "rank",
-        _permute,
-        keeps_names=True,
-        inverse=_undo_permute,
-    )
 
-
-def _undo_permute(pattern: str, order: Sizes, required: bool) -> Step[SavePlan]:
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return permute(pattern, back, required=required)
-
-
-def _permute(plans: Plans, pattern: str, order: Sizes, required: bool) -> Plans:
     def edit(head: Head, match: Match) -> Moved:
-        if len(order) != len(head.size):
-            text = f"`{head.name}` has shape {list(head.size)}, so {order} does not "
+        if len(axes) != len(head.size):
+            text = f"`{head.name}` has shape {list(head.size)}, so {axes} does not "
             raise Misfit(f"{text}order its axes; name each axis once")
-        return Moved(permute_move(head.size, order), (head.name,))
+        return Moved(permute_move(head.size, axes), (head.name,))
 
-    return run_edits("permute", plans, {pattern: edit}, required)
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    undo = partial(permute, pattern, back, required=required)
+    return _reshaping(permute, (pattern, axes), {"required": required}, edit, undo)
 
 
 def reshape(
@@ -352,53 +253,36 @@ def reshape(
     >>> item = reshape("*.weight", (2, 3, -1))((plan,))[0].items[0]
     >>> item.tensor_data.chunk.sizes, item.source_box.sizes
     ((2, 3, 5), (6, 5))
-
-    Raises:
-        PlanError: When run, if a tensor does not have so many elements.
     """
-    check_names("reshape", [pattern], [pattern])
-    after = _wholes("reshape: the shape", shape)
-    if any(n < -1 for n in after) or after.count(-1) > 1:
-        raise ValueError(f"reshape: {after} is not a valid shape; one length may be -1")
-    options = {"of": None if of is None else _wholes("reshape: of", of), "required": required}
-    return Step(
-        reshape,
-        (pattern, after),
-        options,
-        "rank",
-        _reshape,
-        keeps_names=True,
-        inverse=_undo_reshape,
-    )
+    wanted = _wholes("reshape: the shape", shape)
+    if any(n < -1 for n in wanted) or wanted.count(-1) > 1:
+        raise ValueError(f"reshape: {wanted} is not a valid shape; one length may be -1")
+    before = None if of is None else _wholes("reshape: of", of)
 
-
-def _undo_reshape(pattern: str, shape: Sizes, of: Sizes | None, required: bool) -> Step[SavePlan]:
-    if of is None:
-        raise ValueError("reshape has an inverse if it states the shape before: reshape(…, of=…)")
-    after = _resolved(shape, of)
-    if after is None:
-        raise ValueError(f"reshape: a tensor of shape {of} cannot become one of {shape}")
-    return reshape(pattern, of, of=after, required=required)
-
-
-def _reshape(plans: Plans, pattern: str, shape: Sizes, of: Sizes | None, required: bool) -> Plans:
     def edit(head: Head, match: Match) -> Moved:
-        after = _resolved(shape, head.size)
-        if of is not None and head.size != of:
-            text = f"`{head.name}` has shape {list(head.size)}, and not {list(of)}"
-            raise Misfit(f"{text}, as `of` states; state its true shape")
+        after, have = _resolved(wanted, head.size), f"`{head.name}` has shape {list(head.size)}"
+        if before is not None and head.size != before:
+            raise Misfit(f"{have}, and not {list(before)}, as `of` states; state its true shape")
         if after is None:
-            text = f"`{head.name}` has shape {list(head.size)}, so {math.prod(head.size)} "
-            raise Misfit(f"{text}elements, which do not fit {list(shape)}")
+            count = math.prod(head.size)
+            raise Misfit(f"{have}, so {count} elements, which do not fit {list(wanted)}")
         try:
             return Moved(reshape_move(head.size, after), (head.name,))
         except ValueError as error:
             text = f"`{head.name}` of {list(head.size)} has too few axes in common with "
-            raise Misfit(
-                f"{text}{list(after)}: {error}; merge or part neighbouring axes"
-            ) from error
+            text += f"{list(after)}: {error}; merge or part neighbouring axes"
+            raise Misfit(text) from error
 
-    return run_edits("reshape", plans, {pattern: edit}, required)
+    def undo() -> Step[SavePlan]:
+        if before is None:
+            raise ValueError("reshape has an inverse if it states the shape before: of=…")
+        after = _resolved(wanted, before)
+        if after is None:
+            raise ValueError(f"reshape: a tensor of shape {before} cannot become one of {wanted}")
+        return reshape(pattern, before, of=after, required=required)
+
+    options = {"of": before, "required": required}
+    return _reshaping(reshape, (pattern, wanted), options, edit, undo)
 
 
 def pad(
@@ -415,7 +299,7 @@ def pad(
     Args:
         pattern: The tensors, by name.
         to: The new length of the axis.
-        axis: The axis; negative ones count from the end.
+        axis: The axis; it must not be empty.
         value: What is written there.
         of: The length before, which is checked; with it, the pass has an inverse.
         required: Whether it is an error if the pattern matches no tensor.
@@ -424,32 +308,9 @@ def pad(
     >>> plan = local_plan({"embed": TensorSpec((5, 2))})
     >>> [(i.tensor_data.chunk.text, i.fill) for i in pad("embed", to=8)((plan,))[0].items]
     [('0:5, 0:2', None), ('5:8, 0:2', 0)]
-
-    Raises:
-        PlanError: When run, if the axis is longer than that, or empty.
     """
-    check_names("pad", [pattern], [pattern])
-    options = {
-        "to": _whole("to", to),
-        "axis": _whole("axis", axis),
-        "value": fill_value(value),
-        "of": None if of is None else _whole("of", of),
-        "required": required,
-    }
-    return Step(pad, (pattern,), options, "rank", _pad, keeps_names=True, inverse=_undo_pad)
+    fill = fill_value(value)
 
-
-def _undo_pad(
-    pattern: str, to: int, axis: int, value: float, of: int | None, required: bool
-) -> Step[SavePlan]:
-    if of is None:
-        raise ValueError("pad has an inverse if it states the length before: pad(…, of=…)")
-    return trim(pattern, to=of, axis=axis, of=to, required=required)
-
-
-def _pad(
-    plans: Plans, pattern: str, to: int, axis: int, value: float, of: int | None, required: bool
-) -> Plans:
     def edit(head: Head, match: Match) -> Moved:
         at = _axis(head, axis)
         length = _length(head, at, of)
@@ -459,9 +320,11 @@ def _pad(
         if length == 0 and to:
             text = f"`{head.name}` has none along axis {at}, so no rank holds its end"
             raise Misfit(f"{text}; drop it")
-        return Moved(pad_move(head.size, at, to, value), (head.name,))
+        return Moved(pad_move(head.size, at, to, fill), (head.name,))
 
-    return run_edits("pad", plans, {pattern: edit}, required)
+    lengths = _to_and_of(to, axis, of)
+    options = {**lengths, "value": fill, "required": required}
+    return _reshaping(pad, (pattern,), options, edit, _undo_length(trim, pattern, options))
 
 
 def trim(
@@ -471,8 +334,8 @@ def trim(
 
     Args:
         pattern: The tensors, by name.
-        to: The new length of the axis.
-        axis: The axis; negative ones count from the end.
+        to: The new length of the axis, at least 1.
+        axis: The axis.
         of: The length before, which is checked; with it, the pass has an inverse, if what lies
             behind is padding.
         required: Whether it is an error if the pattern matches no tensor.
@@ -483,30 +346,11 @@ def trim(
     ['0:5, 0:2']
     >>> [item.tensor_data.chunk.text for item in plan.left_out]
     ['5:8, 0:2']
-
-    Raises:
-        ValueError: ``to`` is less than 1.
-        PlanError: When run, if the axis is shorter than that.
     """
-    check_names("trim", [pattern], [pattern])
-    if _whole("to", to) < 1:
+    options = {**_to_and_of(to, axis, of), "required": required}
+    if to < 1:
         raise ValueError(f"trim: nothing is left of an axis of length {to}; drop the tensor")
-    options = {
-        "to": _whole("to", to),
-        "axis": _whole("axis", axis),
-        "of": None if of is None else _whole("of", of),
-        "required": required,
-    }
-    return Step(trim, (pattern,), options, "rank", _trim, keeps_names=True, inverse=_undo_trim)
 
-
-def _undo_trim(pattern: str, to: int, axis: int, of: int | None, required: bool) -> Step[SavePlan]:
-    if of is None:
-        raise ValueError("trim has an inverse if it states the length before: trim(…, of=…)")
-    return pad(pattern, to=of, axis=axis, of=to, required=required)
-
-
-def _trim(plans: Plans, pattern: str, to: int, axis: int, of: int | None, required: bool) -> Plans:
     def edit(head: Head, match: Match) -> Moved:
         at = _axis(head, axis)
         length = _length(head, at, of)
@@ -515,15 +359,43 @@ def _trim(plans: Plans, pattern: str, to: int, axis: int, of: int | None, requir
             raise Misfit(f"{text}; pad lengthens tensors")
         return Moved(trim_move(head.size, at, to), (head.name,))
 
-    return run_edits("trim", plans, {pattern: edit}, required)
+    return _reshaping(trim, (pattern,), options, edit, _undo_length(pad, pattern, options))
+
+
+def _reshaping(
+    factory: Any, args: tuple[Any, ...], options: Mapping[str, Any], edit: Edit, undo: Undo
+) -> Step[SavePlan]:
+    """Return a pass that edits the tensors of one pattern and keeps their names."""
+    what, pattern = factory.__name__, args[0]
+    check_names(what, [pattern], [pattern])
+    run = partial(run_edits, what, {pattern: edit}, options["required"])
+    return Step(factory, args, options, "rank", run, undo, keeps_names=True)
+
+
+def _undo_length(back: Any, pattern: str, options: Mapping[str, Any]) -> Undo:
+    """Return how a pass is undone that changes the length of an axis."""
+    if options["of"] is None:
+        return "it does not state the length before: of=…"
+    turned = {**options, "to": options["of"], "of": options["to"]}
+    turned.pop("value", None)
+    return partial(back, pattern, **turned)
+
+
+def _to_and_of(to: int, axis: int, of: int | None) -> dict[str, Any]:
+    of = None if of is None else _whole("of", of)
+    return {"to": _whole("to", to), "axis": _whole("axis", axis), "of": of}
+
+
+def _counting(what: str, axis: int, count: int | None, required: bool) -> dict[str, Any]:
+    if count is not None and _whole(f"{what}: count", count) < 1:
+        raise ValueError(f"{what}: count must be at least 1, not {count}")
+    return {"axis": _whole("axis", axis), "count": count, "required": required}
 
 
 # What the parts of joined tensors are, over all ranks.
 
 
-def _lengths(
-    plans: Plans, patterns: Sequence[str], into: str, axis: int
-) -> dict[Match, tuple[int, ...]]:
+def _lengths(plans: Plans, patterns: Sequence[str], into: str, axis: int) -> dict[Match, Sizes]:
     """Return how long the parts of each joined tensor are; refuse those that lack one."""
     groups: dict[Match, dict[int, Head]] = {}
     for head in _tensors(plans):
@@ -532,19 +404,20 @@ def _lengths(
             if match is not None:
                 groups.setdefault(match, {})[part] = head
     lacking = {
-        filled(into, match): [
-            filled(pattern, match) for part, pattern in enumerate(patterns) if part not in heads
-        ]
+        filled(into, match): [filled(p, match) for n, p in enumerate(patterns) if n not in heads]
         for match, heads in groups.items()
     }
     _refuse_lacking("concat", lacking)
-    lengths = {}
-    for match, heads in groups.items():
-        parts = [heads[part] for part in range(len(patterns))]
-        axes = [axis % len(head.size) if head.size else 0 for head in parts]
-        pairs = zip(parts, axes, strict=True)
-        lengths[match] = tuple(head.size[at] if at < len(head.size) else 0 for head, at in pairs)
-    return lengths
+    return {
+        match: tuple(_length_along(heads[part], axis) for part in range(len(patterns)))
+        for match, heads in groups.items()
+    }
+
+
+def _length_along(head: Head, axis: int) -> int:
+    """Return the length of an axis; 0 if there is none, which is refused later."""
+    at = axis % len(head.size) if head.size else 0
+    return head.size[at] if at < len(head.size) else 0
 
 
 def _counted(plans: Plans, pattern: str, into: str) -> dict[Match, int]:
@@ -556,9 +429,7 @@ def _counted(plans: Plans, pattern: str, into: str) -> dict[Match, int]:
             rest = match._replace(numbers=match.numbers[:-1])
             groups.setdefault(rest, set()).add(match.numbers[-1])
     lacking = {
-        filled(into, rest): [
-            filled(pattern, numbered(rest, number)) for number in islice(_gaps(numbers), _NAMED)
-        ]
+        filled(into, rest): [filled(pattern, numbered(rest, n)) for n in _gaps(numbers)]
         for rest, numbers in groups.items()
     }
     _refuse_lacking("stack", lacking)
@@ -566,8 +437,8 @@ def _counted(plans: Plans, pattern: str, into: str) -> dict[Match, int]:
 
 
 def _gaps(numbers: Collection[int]) -> Iterator[int]:
-    """Yield the numbers below the largest that are missing; there may be very many."""
-    return (number for number in range(max(numbers)) if number not in numbers)
+    """Yield a few numbers below the largest that are missing; there may be very many."""
+    return islice((n for n in range(max(numbers)) if n not in numbers), _NAMED)
 
 
 def _refuse_lacking(what: str, lacking: Mapping[str, Sequence[str]]) -> None:
@@ -613,10 +484,20 @@ def _equal(head: Head, axis: int, count: int) -> Sizes:
     return (length,) * count
 
 
-def _names(names: Mapping[str, int] | Sequence[str]) -> tuple[Any, ...]:
+def _part_names(names: Lengths) -> tuple[Any, ...]:
     """Return the names of parts; anything else than a collection is refused as one of them."""
     single = isinstance(names, str) or not isinstance(names, Iterable)
     return (names,) if single else tuple(names)
+
+
+def _part_lengths(what: str, parts: Lengths) -> Sizes | None:
+    """Return the lengths of parts, if they are stated."""
+    if not isinstance(parts, Mapping):
+        return None
+    for name, length in parts.items():
+        if _whole(f"{what}: the length of `{name}`", length) < 1:
+            raise ValueError(f"{what}: `{name}` has length {length}; leave it out")
+    return tuple(parts.values())
 
 
 def _whole(what: str, value: Any) -> int:
@@ -631,18 +512,6 @@ def _wholes(what: str, values: Any) -> Sizes:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise TypeError(f"{what} must be a tuple of whole numbers, not {values!r}")
     return tuple(_whole(f"each number of {what}", value) for value in values)
-
-
-def _check_lengths(what: str, lengths: object) -> None:
-    values = lengths.items() if isinstance(lengths, Mapping) else ()
-    for name, length in values:
-        if _whole(f"{what}: the length of `{name}`", length) < 1:
-            raise ValueError(f"{what}: `{name}` has length {length}; leave it out")
-
-
-def _check_count(what: str, count: int | None) -> None:
-    if count is not None and _whole(f"{what}: count", count) < 1:
-        raise ValueError(f"{what}: count must be at least 1, not {count}")
 
 
 def _resolved(shape: Sizes, before: Sizes) -> Sizes | None:

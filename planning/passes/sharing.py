@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, group_rows, readonly
+from ..columns.arrays import Ints, column, group_rows, pad, readonly
 from ..columns.cuts import cut_reads
 from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import Rows, World
 from ..geometry.overlap import overlap_many, self_overlaps
-from ..geometry.tilings import Grid, Tiling, pad
+from ..geometry.tilings import Grid, Tiling
 from ..metadata import Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, WriteItemType
 from ..storage.blocks import BLOCK_BYTES, Located, cut_blocks, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
 from .base import Step
-from .chunks import assign
-
-__all__ = ["read_on", "share_reads", "split_reads"]
+from .shares import assign
 
 
 def share_reads(
@@ -59,18 +58,20 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    options = {
+    options: dict[str, Any] = {
         "min_readers": min_readers,
         "min_bytes": min_bytes,
         "block_bytes": block_bytes,
         "max_gap": max_gap,
     }
-    return Step(share_reads, (metadata,), options, "world", _share_reads)
+    run = partial(_share_reads, metadata, **options)
+    return Step(share_reads, (metadata,), options, "world", run)
 
 
 def _share_reads(
-    plans: tuple[LoadPlan, ...],
     metadata: Metadata,
+    plans: tuple[LoadPlan, ...],
+    *,
     min_readers: int,
     min_bytes: int,
     block_bytes: int,
@@ -110,19 +111,16 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    options = {"max_gap": max_gap}
-    return Step(split_reads, (metadata, max_bytes), options, "rank", _split_reads)
 
+    def run(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+        entries = metadata.state_dict_metadata
+        width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+        return tuple(
+            attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, max_gap, width))
+            for plan in plans
+        )
 
-def _split_reads(
-    plans: tuple[LoadPlan, ...], metadata: Metadata, max_bytes: int, max_gap: int
-) -> tuple[LoadPlan, ...]:
-    entries = metadata.state_dict_metadata
-    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-    return tuple(
-        attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, max_gap, width))
-        for plan in plans
-    )
+    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
 
 
 def _split_items(
@@ -144,7 +142,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    return cut_reads(reads, blocks.box, blocks.offsets[:, :axes], blocks.sizes[:, :axes]).reads
+    return cut_reads(reads, blocks.box, blocks.offsets[:, :axes], blocks.sizes[:, :axes])[0]
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -156,17 +154,17 @@ def read_on(reader: int) -> Step[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
-    return Step(read_on, (reader,), {}, "world", _read_on)
 
+    def run(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+        if not 0 <= reader < len(plans):
+            raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
+        counts = [len(plan.items) for plan in plans]
+        rank = np.repeat(np.arange(len(plans)), counts)
+        item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
+        moved = np.flatnonzero(rank != reader)
+        return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
 
-def _read_on(plans: tuple[LoadPlan, ...], reader: int) -> tuple[LoadPlan, ...]:
-    if not 0 <= reader < len(plans):
-        raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
-    counts = [len(plan.items) for plan in plans]
-    rank = np.repeat(np.arange(len(plans)), counts)
-    item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
-    moved = np.flatnonzero(rank != reader)
-    return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
+    return Step(read_on, (reader,), {}, "world", run)
 
 
 def _catalog(metadata: Metadata) -> Catalog:
@@ -320,4 +318,4 @@ def _cut(
     shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
     lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
     order = np.argsort(at, kind="stable")
-    return cut_reads(reads, at[order], shift[order], lengths[order]).reads
+    return cut_reads(reads, at[order], shift[order], lengths[order])[0]

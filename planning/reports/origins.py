@@ -10,11 +10,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, readonly
+from ..columns.arrays import Ints, column, pad, readonly
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError, span
-from ..geometry.tilings import Chunk, as_ints, pad
+from ..geometry.tilings import Chunk, as_ints
 from ..load import resolve_overlaps
 from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata

@@ -11,18 +11,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, numbered
-from ..columns.items import Head, WriteItems
+from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad
 from ..errors import span
-from ..geometry.axes import Axes
-from ..geometry.tilings import pad
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
 from ..plans import SavePlan
 from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
@@ -30,9 +26,7 @@ from .names import few
 
 __all__ = ["Amount", "Change", "PlannerTrace", "StepTrace", "show", "traced"]
 
-_NESTING: Final = frozenset(
-    ["paths", "empty", "nodes"]
-)  # data of plans that passes keep up to date
+_NESTING: Final = frozenset(["paths", "empty", "nodes"])  # plans' data that passes keep up to date
 
 
 @attrs.frozen
@@ -182,9 +176,8 @@ def traced(
 def _trace(
     step: str, scope: Scope, before: tuple[SavePlan, ...], after: tuple[SavePlan, ...]
 ) -> StepTrace:
-    numbers = _Numbers.of([plan.items for plan in (*before, *after)])
-    old, new = (_Rows.of(plans, numbers) for plans in (before, after))
-    matches = _Matches.of(old, new)
+    old, new = _rows(before, after)
+    matches = _matched(old, new)
     added = {key for a, b in zip(before, after, strict=True) for key in _keys(b) - _keys(a)}
     return StepTrace(
         step,
@@ -202,115 +195,35 @@ def _keys(plan: SavePlan) -> frozenset[str]:
 
 
 @attrs.frozen(eq=False)
-class _Numbers:
-    """The distinct names, dtypes, shapes and correspondences of axes of some items.
-
-    Attributes:
-        names: The names in the state dict and in the checkpoint.
-        dtypes: The names of dtypes; empty for a non-tensor value.
-        shapes: The global shapes.
-        axes: The numbers of correspondences.
-        width: The largest number of axes.
-        of_row: By the identity of a catalog: the numbers of each row's source, name, dtype, shape.
-    """
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    axes: Mapping[Axes, int]
-    width: int
-    of_row: Mapping[int, Ints]
-
-    @classmethod
-    def of(cls, every: Sequence[WriteItems]) -> _Numbers:
-        """Number what is in some items; equal catalogs are looked at once."""
-        by_identity = {id(items.catalog): items.catalog for items in every}
-        alike = {catalog.content: catalog for catalog in by_identity.values()}
-        fields = {at: [_fields(head) for head in c.heads] for at, c in alike.items()}
-        rows_of_all = [row for rows in fields.values() for row in rows]
-        texts, dtypes, shapes = (
-            _numbered(chain.from_iterable(row[part] for row in rows_of_all))
-            for part in (slice(0, 2), slice(2, 3), slice(3, 4))
-        )
-        of_content = {
-            at: column([(texts[s], texts[n], dtypes[d], shapes[z]) for s, n, d, z in rows], -1, 4)
-            for at, rows in fields.items()
-        }
-        of_row = {at: of_content[catalog.content] for at, catalog in by_identity.items()}
-        frames = [items.frame for items in every if items.frame is not None]
-        axes = _numbered(value for frame in frames for value in frame.axes.values)
-        widths = (max(i.offsets.shape[1], i.box_offsets.shape[1]) for i in every)
-        width = max(widths, default=0)
-        return cls(tuple(texts), tuple(dtypes), tuple(shapes), axes, width, of_row)
-
-
-def _fields(head: Head) -> tuple[Any, ...]:
-    dtype = "" if head.properties is None else head.properties.dtype
-    return head.source, head.name, dtype, head.size
-
-
-def _numbered(values: Iterable[Any]) -> dict[Any, int]:
-    return {value: number for number, value in enumerate(dict.fromkeys(values))}
-
-
-@attrs.frozen(eq=False)
 class _Rows:
-    """Items of all ranks.
+    """Items of all ranks, one row each; both sides of a pass number the same tables."""
 
-    Attributes:
-        numbers: The names, dtypes and shapes.
-        rank: The position of each item's plan.
-        source, name, dtype, shape: Their numbers.
-        fill: 1 if the item is padding, 0 if it is made of a box.
-        shard: The start of the shard, in the state dict's frame.
-        box: The box in it: offsets, then sizes; of padding, the chunk.
-        chunk: The box in the checkpoint, and the number of the axes' correspondence.
-        nbytes: Bytes in the checkpoint.
-    """
-
-    numbers: _Numbers
-    rank: Ints
-    source: Ints
+    names: Sequence[str]  # the tables: names, dtypes (empty for a non-tensor value) and shapes
+    dtypes: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    rank: Ints  # the position of the item's plan
+    source: Ints  # the numbers of the names in the state dict and in the checkpoint, ...
     name: Ints
     dtype: Ints
     shape: Ints
-    fill: Ints
-    shard: Ints
-    box: Ints
-    chunk: Ints
-    nbytes: Ints
-
-    @classmethod
-    def of(cls, plans: Sequence[SavePlan], numbers: _Numbers) -> _Rows:
-        """Return the items of all plans, in order."""
-        every, width = [plan.items for plan in plans], numbers.width
-        boxes = [_padded(items.box_offsets, items.box_sizes, width) for items in every]
-        chunk = _joined([_padded(items.offsets, items.sizes, width) for items in every], 2 * width)
-        fill = _joined([items.is_fill[:, None].astype(np.int64) for items in every], 1)[:, 0]
-        axes = _joined([_axes(items, numbers.axes)[:, None] for items in every], 1)[:, 0]
-        heads = _joined([numbers.of_row[id(items.catalog)][items.row] for items in every], 4)
-        source, name, dtype, shape = heads.T
-        return cls(
-            numbers,
-            np.repeat(np.arange(len(every)), [len(items) for items in every]),
-            source,
-            name,
-            dtype,
-            shape,
-            fill,
-            _joined([pad(items.shard_offsets, width, 0) for items in every], width),
-            np.where(fill[:, None] == 1, chunk, _joined(boxes, 2 * width)),
-            np.column_stack([chunk, axes]),
-            _joined([items.nbytes[:, None] for items in every], 1)[:, 0],
-        )
+    fill: Ints  # 1 if the item is padding, 0 if it is made of a box
+    shard: Ints  # the start of the shard, in the state dict's frame
+    box: Ints  # the box in it: offsets, then sizes; of padding, the chunk
+    chunk: Ints  # the box in the checkpoint, and the number of the axes' correspondence
+    nbytes: Ints  # bytes in the checkpoint
 
     def __len__(self) -> int:
         return len(self.rank)
 
+    @property
+    def made_of(self) -> Ints:
+        """What each item is made of: whose shard in the first columns, then the box in it."""
+        return np.column_stack([self.rank, self.source, self.fill, self.shard, self.box])
+
     def take(self, rows: Ints) -> _Rows:
         """Return the given rows."""
-        columns = (values[rows] for values in attrs.astuple(self, recurse=False)[1:])
-        return _Rows(self.numbers, *columns)
+        fields = attrs.astuple(self, recurse=False)
+        return _Rows(*fields[:3], *(values[rows] for values in fields[3:]))
 
     def amount(self, rows: Ints) -> Amount:
         """Return how much the given rows are."""
@@ -318,90 +231,99 @@ class _Rows:
         return Amount(len(rows), len(names), int(self.nbytes[rows].sum()))
 
 
-def _padded(offsets: Ints, sizes: Ints, width: int) -> Ints:
-    return np.hstack([pad(offsets, width, 0), pad(sizes, width, 1)])
+def _rows(*sides: Sequence[SavePlan]) -> list[_Rows]:
+    """Return the items of all plans of each side, in order; equal catalogs are read once."""
+    every = [plan.items for plans in sides for plan in plans]
+    width = max((max(i.offsets.shape[1], i.box_offsets.shape[1]) for i in every), default=0)
+    texts, dtypes, shapes, axes = _Numbers(), _Numbers(), _Numbers(), _Numbers()
+    heads: dict[Any, Ints] = {}
+    for catalog in {id(items.catalog): items.catalog for items in every}.values():
+        if catalog.content not in heads:
+            dtype = [head.properties.dtype if head.properties else "" for head in catalog.heads]
+            sources = [head.source for head in catalog.heads]
+            sizes = [head.size for head in catalog.heads]
+            numbers = texts.of(sources), texts.of(catalog.names), dtypes.of(dtype), shapes.of(sizes)
+            heads[catalog.content] = column(numbers, 4, -1).T
+    found = []
+    for items in every:
+        fill = items.is_fill[:, None].astype(np.int64)
+        chunk = np.hstack([pad(items.offsets, width, 0), pad(items.sizes, width, 1)])
+        box = np.hstack([pad(items.box_offsets, width, 0), pad(items.box_sizes, width, 1)])
+        turned = np.full((len(items), 1), -1)  # both sides have the same axes
+        if items.frame is not None:
+            coded = items.frame.axes
+            turned = np.array([*axes.of(coded.values), -1])[coded.number][:, None]
+        shard = pad(items.shard_offsets, width, 0)
+        boxes = [shard, np.where(fill == 1, chunk, box), chunk, turned, items.nbytes[:, None]]
+        found.append(np.hstack([heads[items.catalog.content][items.row], fill, *boxes]))
+    edges = np.cumsum([4, 1, width, 2 * width, 2 * width + 1])
+    done, parts = [], iter(found)
+    for plans in sides:
+        mine = [next(parts) for _ in plans]
+        rank = np.repeat(np.arange(len(mine)), list(map(len, mine)))
+        rows = np.concatenate([np.zeros((0, edges[-1] + 1), np.int64), *mine])
+        head, fill, shard, box, chunk, nbytes = np.split(rows, edges, axis=1)
+        tables = tuple(texts), tuple(dtypes), tuple(shapes)
+        columns = rank, *head.T, fill[:, 0], shard, box, chunk, nbytes[:, 0]
+        done.append(_Rows(*tables, *columns))
+    return done
 
 
-def _axes(items: WriteItems, numbers: Mapping[Axes, int]) -> Ints:
-    """Return the number of each item's correspondence of axes; -1 if both sides have the same."""
-    if items.frame is None:
-        return np.full(len(items), -1)
-    coded = items.frame.axes
-    return np.array([*(numbers[value] for value in coded.values), -1])[coded.number]
+class _Numbers(dict[Any, int]):
+    """Values and their numbers, in order of first use."""
 
-
-def _joined(parts: Sequence[Ints], width: int) -> Ints:
-    return np.concatenate([np.zeros((0, width), np.int64), *parts])
+    def of(self, values: Iterable[Any]) -> list[int]:
+        """Return the numbers of some values."""
+        return [self.setdefault(value, len(self)) for value in values]
 
 
 @attrs.frozen(eq=False)
 class _Matches:
-    """Items before a pass, and what became of them.
+    """Items before a pass, and what became of them, by row."""
 
-    Attributes:
-        before, after: Pairs of items. If an item was cut, each part is paired.
-        exact: Which pairs are made of the same box; the others share a shard.
-        gone: The items before the pass that became nothing.
-        added: The items after the pass that were nothing.
-    """
-
-    before: Ints
+    before: Ints  # pairs of items; if an item was cut, each part is paired
     after: Ints
-    exact: npt.NDArray[np.bool_]
-    gone: Ints
-    added: Ints
-
-    @classmethod
-    def of(cls, old: _Rows, new: _Rows) -> _Matches:
-        """Pair items."""
-        a, b = (np.column_stack([r.rank, r.source, r.fill, r.shard, r.box]) for r in (old, new))
-        before, after = _equal_rows(a, b)
-        gone, added = (
-            np.setdiff1d(np.arange(len(rows)), paired, assume_unique=True)
-            for rows, paired in ((old, before), (new, after))
-        )
-        shard = 3 + old.shard.shape[1]  # columns that say of which shard
-        into, made = (
-            _first_equal(x, y)
-            for x, y in ((a[gone, :shard], b[added, :shard]), (b[added, :shard], a[gone, :shard]))
-        )
-        cut, part = into >= 0, made >= 0
-        return cls(
-            np.concatenate([before, gone[cut], gone[made[part]]]),
-            np.concatenate([after, added[into[cut]], added[part]]),
-            np.arange(len(before) + cut.sum() + part.sum()) < len(before),
-            gone[~cut],
-            added[~part],
-        )
+    exact: npt.NDArray[np.bool_]  # which pairs are made of the same box; others share a shard
+    gone: Ints  # the items before the pass that became nothing
+    added: Ints  # the items after the pass that were nothing
 
 
-def _equal_rows(a: Ints, b: Ints) -> tuple[Ints, Ints]:
-    """Pair equal rows of two tables; of rows that repeat, the first with the first, and so on."""
+def _matched(old: _Rows, new: _Rows) -> _Matches:
+    """Pair items made of the same box, then, since they were cut, those of the same shard."""
+    a, b = _alike(old.made_of, new.made_of)
+    nth = np.column_stack([a, _repeats(a)]), np.column_stack([b, _repeats(b)])
+    _, before, after = np.intersect1d(*_alike(*nth), assume_unique=True, return_indices=True)
+    gone, added = (
+        np.setdiff1d(np.arange(len(rows)), paired, assume_unique=True)
+        for rows, paired in ((old, before), (new, after))
+    )
+    shard = 3 + old.shard.shape[1]  # columns that say of which shard
+    a, b = _alike(old.made_of[gone, :shard], new.made_of[added, :shard])
+    into, made = _first_equal(a, b), _first_equal(b, a)
+    cut, part = into >= 0, made >= 0
+    return _Matches(
+        np.concatenate([before, gone[cut], gone[made[part]]]),
+        np.concatenate([after, added[into[cut]], added[part]]),
+        np.arange(len(before) + cut.sum() + part.sum()) < len(before),
+        gone[~cut],
+        added[~part],
+    )
+
+
+def _alike(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Number the rows of two tables; equal rows have equal numbers."""
     if a.shape == b.shape and (a == b).all():
-        return np.arange(len(a)), np.arange(len(b))
-    left, right = (_hash(np.column_stack([key, _repeats(key)])) for key in (_hash(a), _hash(b)))
-    _, before, after = np.intersect1d(left, right, assume_unique=True, return_indices=True)
-    same = (a[before] == b[after]).all(axis=1)
-    return before[same], after[same]
+        _, number = group_rows([a])
+        return number, number
+    _, number = group_rows([np.concatenate([a, b])])
+    return number[: len(a)], number[len(a) :]
 
 
-def _first_equal(rows: Ints, others: Ints) -> Ints:
-    """Return, per row, the first equal row of a second table; -1 if there is none."""
-    if not len(others):
-        return np.full(len(rows), -1)
-    key, other = _hash(rows), _hash(others)
-    order = np.argsort(other, kind="stable")
-    at = order[np.minimum(np.searchsorted(other[order], key), len(other) - 1)]
-    return np.where((rows == others[at]).all(axis=1), at, -1)
-
-
-def _hash(rows: Ints) -> Ints:
-    """Return a number per row: the same for equal rows, and hardly ever for others."""
-    done = np.zeros(len(rows), np.uint64)
-    for values in rows.T:
-        done = (done ^ values.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-        done ^= done >> np.uint64(29)
-    return done.view(np.int64)
+def _first_equal(numbers: Ints, others: Ints) -> Ints:
+    """Return, per number, the first place of an equal one among others; -1 if there is none."""
+    first = np.full(max(numbers.max(initial=-1), others.max(initial=-1)) + 1, -1)
+    first[others[::-1]] = np.arange(len(others))[::-1]
+    return first[numbers]
 
 
 def _repeats(values: Ints) -> Ints:
@@ -423,7 +345,7 @@ def _changes(old: _Rows, new: _Rows, matches: _Matches) -> Iterator[Change]:
     before, after = matches.before, matches.after
     a, b = old.take(before), new.take(after)
     links = np.unique(np.column_stack([a.name, b.name])[_firsts(a.name, b.name)], axis=0)
-    ways, parts = (np.bincount(of, minlength=len(old.numbers.names)) for of in links.T)
+    ways, parts = (np.bincount(of, minlength=len(old.names)) for of in links.T)
     is_fused = parts[b.name] > 1
     is_split = (ways[a.name] > 1) & ~is_fused
     alone = ~is_fused & ~is_split
@@ -454,16 +376,16 @@ def _changes(old: _Rows, new: _Rows, matches: _Matches) -> Iterator[Change]:
 
 def _firsts(*columns: Ints) -> Ints:
     """Return the first of each distinct row, ascending."""
-    return np.sort(numbered(_hash(np.column_stack(columns))).first)
+    return np.sort(group_rows(columns)[0])
 
 
 def _names(rows: _Rows, which: Ints) -> tuple[str, ...]:
-    return tuple(sorted(rows.numbers.names[name] for name in distinct(rows.name[which]).tolist()))
+    return tuple(sorted(rows.names[name] for name in distinct(rows.name[which]).tolist()))
 
 
 def _lines(kind: str, a: _Rows, b: _Rows, which: npt.NDArray[np.bool_]) -> tuple[str, ...]:
     """Describe changed items: a line per name, and what became of it."""
-    names, dtypes, shapes = a.numbers.names, a.numbers.dtypes, a.numbers.shapes
+    names, dtypes, shapes = a.names, a.dtypes, a.shapes
     rows = np.flatnonzero(which)
     columns = [getattr(side, f)[rows] for f in ("name", "dtype", "shape") for side in (a, b)]
     distinct_rows = np.column_stack(columns)[_firsts(*columns)].tolist()
@@ -484,7 +406,7 @@ def _is_elsewhere(old: _Rows, new: _Rows, gone: Ints) -> npt.NDArray[np.bool_]:
     """Return which boxes that a rank no longer writes are written by others, also in parts."""
     boxes = old.take(gone)
     places, others = (np.column_stack([r.source, r.fill, r.box]) for r in (boxes, new))
-    done = _first_equal(places, others) >= 0
+    done = _first_equal(*_alike(places, others)) >= 0
     left = np.flatnonzero(~done)
     if not len(left):
         return done
@@ -498,7 +420,7 @@ def _is_elsewhere(old: _Rows, new: _Rows, gone: Ints) -> npt.NDArray[np.bool_]:
         if _is_covered(place[2:], new.box[order[low:high]])
     ]
     if covered:
-        done[left] = _first_equal(places[left], np.stack(covered)) >= 0
+        done[left] = _first_equal(*_alike(places[left], np.stack(covered))) >= 0
     return done
 
 

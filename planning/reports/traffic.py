@@ -16,12 +16,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Columns, Index, Ints, column, group_rows
+from ..columns.arrays import Columns, Index, Ints, column, group_rows, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..geometry.overlap import gaps, self_overlaps
-from ..geometry.tilings import pad, tile
+from ..geometry.tilings import tile
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType

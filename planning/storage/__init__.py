@@ -5,148 +5,82 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .blocks import (
-        BLOCK_BYTES,
-        Blocks,
-        ChunkTable,
-        boxes_of,
-        cut_blocks,
-        cut_within,
-        entries_of,
-        find_chunks,
-        group_blocks,
-        locate_reads,
-        reach_of,
-        reads_of,
-        write_tasks,
-    )
-    from .copy import (
-        BATCH_BYTES,
-        Box,
-        ComparePlan,
-        CopyBudget,
-        CopyPlan,
-        StoredChunks,
-        begun_chunks,
-        compare_plan,
-        copy_budget,
-        copy_plan,
-        file_bytes,
-        read_boxes,
-        share_plans,
-        tensor_bytes,
-    )
-    from .fetch import (
-        FAR_GAP,
-        PIECE_BYTES,
-        Access,
-        BoxReads,
-        ChunkPlaces,
-        FetchPlan,
-        Requested,
-        fetch_plan,
-    )
-    from .filling import (
-        SavedElsewhere,
-        is_folded,
-        is_needed,
-        meeting,
-        partly_filled,
-        saved_elsewhere,
+    from .blocks import (  # isort: skip
+        BLOCK_BYTES, Blocks, ChunkTable, boxes_of, cut_blocks, cut_within, entries_of, find_chunks,
+        group_blocks, locate_reads, reach_of, reads_of, write_tasks,
+    )  # fmt: skip
+    from .copy import (  # isort: skip
+        BATCH_BYTES, Box, ComparePlan, CopyBudget, CopyPlan, StoredChunks, begun_chunks,
+        compare_plan, copy_budget, copy_plan, file_bytes, read_boxes, share_plans, tensor_bytes,
+    )  # fmt: skip
+    from .fetch import (  # isort: skip
+        FAR_GAP, PIECE_BYTES, Access, BoxReads, ChunkPlaces, FetchPlan, Requested, fetch_plan,
+    )  # fmt: skip
+    from .filling import (  # isort: skip
+        SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
-    )
+    )  # fmt: skip
     from .places import Places, chunk_places
-    from .ranges import (
-        SMALL,
-        ByteRanges,
-        Requests,
-        byte_ranges,
-        coalesce,
-        fetched,
-        filled,
-        lies_together,
-        range_axis,
-        steps,
-        whole_blocks,
-    )
+    from .ranges import (  # isort: skip
+        SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, filled, lies_together,
+        range_axis, steps, whole_blocks,
+    )  # fmt: skip
     from .retention import Best, Keep, LeftFile, Retained, RunEntry, by_age, retain, retain_files
-    from .seen import Seen, seen_through
-    from .shared_files import (
-        FileTensor,
-        SharedPlan,
-        Spot,
-        common_ties,
-        lay_out_files,
-        place_tensors,
-        shared_plan,
-    )
-    from .shared_reads import (
-        MOST_READS,
-        Arrival,
-        Need,
-        Piece,
-        Round,
-        SharedRounds,
-        need_of,
-        plan_bytes,
-        shared_rounds,
-        sharing_pays,
-    )
-    from .shared_values import ValueExchange, ValueRead, value_exchange, value_reads
-    from .target import Placements, Target, Traits, plan_target
-    from .write import (
-        MAX_SHARD_SIZE,
-        Shards,
-        WritePlan,
-        assign_shards,
-        file_name,
-        file_numbers,
-        number_shards,
-        numbers_of,
-        pack_files,
-        parse_size,
-        refuse_split,
-        save_id_of,
-        shard_plans,
-        shards_of,
-        split_tensors,
-        table_name,
-        widest_first,
+    from .shared_files import (  # isort: skip
+        FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
+    )  # fmt: skip
+    from .shared_reads import (  # isort: skip
+        MOST_PEERS, MOST_READS, RUN_BYTES, Audience, Group, Lines, Need, SharedReads, Turns, Wants,
+        Way, need_of, plan_bytes, replica_groups, shared_by_rule, shared_by_transfers, sharing_way,
+        turns_of, wants_of,
+    )  # fmt: skip
+    from .rounds import (  # isort: skip
+        Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
+        shared_rounds, value_exchange, value_reads,
+    )  # fmt: skip
+    from .target import Placements, Seen, Target, Traits, plan_target, seen_through
+    from .write import (  # isort: skip
+        MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
+        numbers_of, pack_files, parse_size, refuse_split, save_id_of, shard_plans, shards_of,
+        split_tensors, table_name, widest_first,
         write_plan,
-    )
+    )  # fmt: skip
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "blocks": (
-            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of "
-            "find_chunks group_blocks locate_reads reach_of reads_of write_tasks"
+            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of find_chunks "
+            "group_blocks locate_reads reach_of reads_of write_tasks"
         ),
         "copy": (
             "BATCH_BYTES Box ComparePlan CopyBudget CopyPlan StoredChunks begun_chunks "
             "compare_plan copy_budget copy_plan file_bytes read_boxes share_plans tensor_bytes"
         ),
-        "fetch": ("Access BoxReads ChunkPlaces FAR_GAP FetchPlan PIECE_BYTES Requested fetch_plan"),
+        "fetch": "FAR_GAP PIECE_BYTES Access BoxReads ChunkPlaces FetchPlan Requested fetch_plan",
         "filling": (
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
         "places": "Places chunk_places",
         "ranges": (
-            "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
+            "SMALL ByteRanges Requests byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
         "retention": "Best Keep LeftFile Retained RunEntry by_age retain retain_files",
-        "seen": "Seen seen_through",
         "shared_files": (
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
         "shared_reads": (
-            "Arrival MOST_READS Need Piece Round SharedRounds need_of plan_bytes shared_rounds "
-            "sharing_pays"
+            "MOST_PEERS MOST_READS RUN_BYTES Audience Group Lines Need SharedReads Turns Wants Way "
+            "need_of plan_bytes replica_groups shared_by_rule shared_by_transfers sharing_way "
+            "turns_of wants_of"
         ),
-        "shared_values": "ValueExchange ValueRead value_exchange value_reads",
-        "target": "Placements Target Traits plan_target",
+        "rounds": (
+            "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "
+            "shared_rounds value_exchange value_reads"
+        ),
+        "target": "Placements Seen Target Traits plan_target seen_through",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
             "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "

@@ -16,36 +16,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, group_rows, numbered, readonly
+from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad, readonly
 from ..dtypes import itemsize
 from ..errors import Issue, PlanError
 from ..geometry.axes import Cut, joined
 from ..geometry.overlap import expand
-from ..geometry.tilings import Boxes, pad
+from ..geometry.tilings import Boxes
 from ..metadata import Layout, Metadata
 
 if TYPE_CHECKING:
     from ..columns.reads import ReadItems
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Blocks",
-    "ChunkTable",
-    "Located",
-    "block_numbers",
-    "blocks_along",
-    "boxes_of",
-    "cut_blocks",
-    "cut_within",
-    "entries_of",
-    "find_chunks",
-    "group_blocks",
-    "locate_reads",
-    "look_up",
-    "reach_of",
-    "reads_of",
-    "write_tasks",
-]
 
 BLOCK_BYTES: Final = 16 << 20
 """The most bytes of a block; a checkpoint says which limit it was made with."""
@@ -53,19 +34,12 @@ BLOCK_BYTES: Final = 16 << 20
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """The blocks of some boxes; one row a block, by box, then row-major.
+    """The blocks of some boxes; one row a block, by box, then row-major."""
 
-    Attributes:
-        box: The box that it is a block of.
-        offsets: Where it starts, relative to the box, in elements.
-        sizes: How large it is, in elements.
-        number: The block of its chunk that it is, or is a part of; see `cut_blocks`.
-    """
-
-    box: Ints
-    offsets: Ints
-    sizes: Ints
-    number: Ints
+    box: Ints  # the box that it is a block of
+    offsets: Ints  # where it starts, relative to the box, in elements
+    sizes: Ints  # how large it is, in elements
+    number: Ints  # the block of its chunk that it is, or is a part of; see `cut_blocks`
 
     def __len__(self) -> int:
         return len(self.box)
@@ -82,14 +56,8 @@ def cut_blocks(
     """Cut boxes into blocks: by rows where a row fits into a block, else within rows.
 
     A box that is a part of a chunk may be cut where the chunk's own blocks end, so that parts of
-    one block that come in several boxes can be put together again.
-
-    Args:
-        sizes: How large each box is, in elements; one row a box.
-        itemsize: Bytes of an element.
-        max_bytes: The most bytes of a block, which has at least one element.
-        offsets: Where each box starts in its chunk, in elements; by default at its start.
-        extents: How large that chunk is; by default as large as the box.
+    one block that come in several boxes can be put together again. Then ``offsets`` says where it
+    starts in that chunk, and ``extents`` how large the chunk is.
 
     >>> cut_blocks(np.array([[5, 4]]), np.array([4]), 32).sizes.tolist()
     [[2, 4], [2, 4], [1, 4]]
@@ -151,8 +119,8 @@ def group_blocks(
 ) -> list[tuple[int, int]]:
     """Group blocks of a file, in order, into tasks of neighbours; return which rows each has.
 
-    A task has at most ``max_blocks`` blocks, and less than ``max_bytes`` bytes in all of them
-    but the last.
+    A task has at most ``max_blocks`` blocks, and less than ``max_bytes`` bytes in all of them but
+    the last.
 
     >>> group_blocks(np.array([0, 4, 8, 20]), np.array([4, 4, 4, 4]), max_bytes=8)
     [(0, 2), (2, 3), (3, 4)]
@@ -170,9 +138,9 @@ _SMALL: Final = 1 << 16  # bytes of a block where several threads would only wai
 
 
 def write_tasks(nbytes: Ints) -> list[tuple[int, int]]:
-    """Group the blocks of a file to be written into tasks of threads; return which rows each has.
+    """Group the blocks of a file to be written into tasks of threads: only one if they are tiny.
 
-    There is a single task if blocks are tiny.
+    Return which rows each has.
 
     >>> write_tasks(np.full(4, 10 << 20)), write_tasks(np.full(4, 1))
     ([(0, 2), (2, 4)], [(0, 4)])
@@ -254,18 +222,12 @@ class ChunkTable:
     """Every chunk of some layouts of a checkpoint, laid end to end.
 
     Non-tensor values have the layout -1, which is also the last: one chunk, no axes.
-
-    Attributes:
-        layouts: The layouts.
-        first: Where each layout's chunks begin.
-        count: How many chunks each has.
-        offsets, sizes: One row a chunk, in the global frame, padded.
     """
 
-    layouts: tuple[Layout, ...]
-    first: Ints
-    count: Ints
-    offsets: Ints
+    layouts: tuple[Layout, ...]  # the layouts
+    first: Ints  # where each layout's chunks begin
+    count: Ints  # how many chunks each has
+    offsets: Ints  # one row a chunk, in the global frame, padded
     sizes: Ints
 
     @classmethod
@@ -314,25 +276,15 @@ def look_up(known: Ints, real: npt.NDArray[Any], wanted: Ints) -> Ints:
 
 @attrs.frozen(eq=False)
 class Located:
-    """The block in which each read begins; one row a read.
+    """The block in which each read begins; one row a read."""
 
-    Attributes:
-        entry: The number of the checkpoint's entry that is read.
-        chunk: The number of the chunk of it; -1 if there is no such chunk.
-        number: The number of the block of the chunk.
-        start: Where the block starts in the chunk, in elements.
-        sizes: How large it is, in elements.
-        extents: How large the chunk is.
-        inside: Whether the read also ends in that block.
-    """
-
-    entry: Ints
-    chunk: Ints
-    number: Ints
-    start: Ints
-    sizes: Ints
-    extents: Ints
-    inside: npt.NDArray[np.bool_]
+    entry: Ints  # the number of the checkpoint's entry that is read
+    chunk: Ints  # the number of the chunk of it; -1 if there is no such chunk
+    number: Ints  # the number of the block of the chunk
+    start: Ints  # where the block starts in the chunk, in elements
+    sizes: Ints  # how large it is, in elements
+    extents: Ints  # how large the chunk is
+    inside: npt.NDArray[np.bool_]  # whether the read also ends in that block
 
     @property
     def numel(self) -> Ints:
@@ -356,11 +308,9 @@ def entries_of(metadata: Metadata, reads: ReadItems) -> tuple[Ints, Ints]:
 def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     """Return the number of the chunk, among its tensor's, that each read is of.
 
-    The hint of a read is tried first: plans that were just made have right ones. But a plan may
-    come from anywhere, or from a time at which the tensor was cut differently.
-
-    Raises:
-        PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
+    Raise PlanError if there is none, or the read reaches past it. The hint of a read is tried
+    first. But a plan may come from anywhere, or from a time at which the tensor was cut
+    differently.
     """
     entries = metadata.state_dict_metadata
     used, _, layout = numbered(entries_of(metadata, items)[1])

@@ -21,11 +21,10 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, padded
+from ..columns.arrays import Ints, column, pad, padded
 from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems
 from ..geometry.axes import Cut
-from ..geometry.tilings import pad
 from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
@@ -34,23 +33,6 @@ from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, block_numbers, boxes_of, cut_blocks, cut_within
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
-
-__all__ = [
-    "BATCH_BYTES",
-    "Box",
-    "ComparePlan",
-    "CopyBudget",
-    "CopyPlan",
-    "StoredChunks",
-    "begun_chunks",
-    "compare_plan",
-    "copy_budget",
-    "copy_plan",
-    "file_bytes",
-    "read_boxes",
-    "share_plans",
-    "tensor_bytes",
-]
 
 BATCH_BYTES: Final = BLOCK_BYTES
 """How many bytes of boxes are read at a time."""
@@ -64,68 +46,41 @@ _SHOWN: Final = 20  # rows of a printed plan
 
 @attrs.frozen
 class Box:
-    """A part of a saved tensor.
+    """A part of a saved tensor."""
 
-    Attributes:
-        name: The tensor.
-        offsets: Where the box starts in it, in elements.
-        sizes: How large it is, in elements.
-    """
-
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    name: str  # the tensor
+    offsets: tuple[int, ...]  # where the box starts in it, in elements
+    sizes: tuple[int, ...]  # how large it is, in elements
 
 
 @attrs.frozen(eq=False)
 class StoredChunks:
-    """Where all chunks of a checkpoint's tensors lie; one row a chunk, by tensor.
+    """Where all chunks of a checkpoint's tensors lie; one row a chunk, by tensor."""
 
-    Attributes:
-        places: Where each lies.
-        first: The row of each tensor's first chunk, by name.
-        movable: Whether its bytes can be copied out of its file as they are.
-        tied: Names of tensors that are stored as another one, and those others.
-        block_bytes: The most bytes of a block that chunks were hashed with.
-    """
-
-    places: ChunkPlaces
-    first: Mapping[str, int]
-    movable: Flags
+    places: ChunkPlaces  # where each lies
+    first: Mapping[str, int]  # the row of each tensor's first chunk, by name
+    movable: Flags  # whether its bytes can be copied out of its file as they are
+    # Names of tensors that are stored as another one, and those others.
     tied: Mapping[str, str] = attrs.field(factory=dict)
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = BLOCK_BYTES  # the most bytes of a block that chunks were hashed with
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class CopyPlan(Printed):
-    """What one file, or the files of one rank, are copied from.
+    """What one file, or the files of one rank, are copied from."""
 
-    Attributes:
-        boxes: What is read, in the order in which it is written; none is empty.
-        nbytes: Per box, its bytes as they are stored.
-        batch: Per box, the batch that it is read in if it passes through memory.
-        copied: Per box, whether its bytes are copied from file to file as they are.
-        reads: The reads that fill the boxes, by box, then in the order of its bytes.
-        box: Per read, the box that it fills a part of.
-        file, begin: Per read of a copied box, where its bytes lie.
-        into: Per read of a copied box, where they go in the box, in bytes.
-        length: Per read, its bytes.
-        block: Per read of a copied box, which block of its chunk it is; -1 if it is none.
-        blocks: Per read of a copied box, how many blocks its chunk has.
-    """
-
-    boxes: tuple[Box, ...]
-    nbytes: Ints
-    batch: Ints
-    copied: Flags
-    reads: ReadItems
-    box: Ints
-    file: Ints
+    boxes: tuple[Box, ...]  # what is read, in the order in which it is written; none is empty
+    nbytes: Ints  # per box, its bytes as they are stored
+    batch: Ints  # per box, the batch that it is read in if it passes through memory
+    copied: Flags  # per box, whether its bytes are copied from file to file as they are
+    reads: ReadItems  # the reads that fill the boxes, by box, then in the order of its bytes
+    box: Ints  # per read, the box that it fills a part of
+    file: Ints  # per read of a copied box, where its bytes lie
     begin: Ints
-    into: Ints
-    length: Ints
-    block: Ints
-    blocks: Ints
+    into: Ints  # per read of a copied box, where they go in the box, in bytes
+    length: Ints  # per read, its bytes
+    block: Ints  # per read of a copied box, which block of its chunk it is; -1 if it is none
+    blocks: Ints  # per read of a copied box, how many blocks its chunk has
 
     @property
     def batches(self) -> list[Ints]:
@@ -336,19 +291,12 @@ def begun_chunks(reads: ReadItems) -> set[tuple[str, int]]:
 
 @attrs.frozen(eq=False)
 class ComparePlan:
-    """What is read of two checkpoints to compare their elements.
+    """What is read of two checkpoints to compare their elements."""
 
-    Attributes:
-        boxes: What is read, small enough for memory; none is empty.
-        chunk: Per box, the number of the chunk that it is a part of.
-        nbytes: Per box, its bytes.
-        batches: The boxes that are read at a time.
-    """
-
-    boxes: tuple[Box, ...]
-    chunk: tuple[int, ...]
-    nbytes: tuple[int, ...]
-    batches: tuple[range, ...]
+    boxes: tuple[Box, ...]  # what is read, small enough for memory; none is empty
+    chunk: tuple[int, ...]  # per box, the number of the chunk that it is a part of
+    nbytes: tuple[int, ...]  # per box, its bytes
+    batches: tuple[range, ...]  # the boxes that are read at a time
 
 
 def compare_plan(metadata: Metadata, chunks: Mapping[str, Ints], max_bytes: int) -> ComparePlan:
@@ -391,17 +339,11 @@ def _batches(nbytes: Ints, max_bytes: int = BATCH_BYTES) -> Ints:
 
 @attrs.frozen
 class CopyBudget:
-    """How much of a conversion may happen at once.
+    """How much of a conversion may happen at once."""
 
-    Attributes:
-        files: How many files are written at a time.
-        depth: How many batches are read before they are asked for, of each file.
-        reading: Bytes that reads under way may hold.
-    """
-
-    files: int
-    depth: int
-    reading: int
+    files: int  # how many files are written at a time
+    depth: int  # how many batches are read before they are asked for, of each file
+    reading: int  # bytes that reads under way may hold
 
 
 def copy_budget(
@@ -409,8 +351,7 @@ def copy_budget(
 ) -> CopyBudget:
     """Divide memory: a quarter for reads under way, the rest for files in the making.
 
-    ``read_staging`` and ``write_staging`` are the bytes that a read of the old checkpoint's store
-    and a write to the new one's hold on the way.
+    Stores hold ``read_staging`` bytes of a read and ``write_staging`` of a write on the way.
 
     >>> copy_budget(192 << 20, write_staging=64 << 20)
     CopyBudget(files=1, depth=1, reading=50331648)

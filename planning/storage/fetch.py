@@ -35,17 +35,6 @@ from .ranges import (
     whole_blocks,
 )
 
-__all__ = [
-    "FAR_GAP",
-    "PIECE_BYTES",
-    "Access",
-    "BoxReads",
-    "ChunkPlaces",
-    "FetchPlan",
-    "Requested",
-    "fetch_plan",
-]
-
 FAR_GAP: Final = 1 << 17
 """Bytes that are cheaper to read over than to leave out, where every range is a request."""
 PIECE_BYTES: Final = 1 << 18
@@ -63,58 +52,36 @@ _SHOWN: Final = 20  # rows of a printed plan
 
 @attrs.frozen(eq=False)
 class ChunkPlaces:
-    """Where saved chunks lie; one row a chunk.
+    """Where saved chunks lie; one row a chunk."""
 
-    Attributes:
-        file: The number of its file.
-        begin: Where its first element lies there, in bytes.
-        itemsize: Bytes of an element.
-        extents: The sizes of the row-major array that it is the first corner of, in elements;
-            mostly the chunk's own. Axes are in the order in which they are stored.
-        summed: Whether there is a checksum to compare it with.
-    """
-
-    file: Ints
-    begin: Ints
-    itemsize: Ints
+    file: Ints  # the number of its file
+    begin: Ints  # where its first element lies there, in bytes
+    itemsize: Ints  # bytes of an element
+    # The sizes of the row-major array that it is the first corner of, in elements; mostly the
+    # chunk's own. Axes are in the order in which they are stored.
     extents: Ints
-    summed: Flags
+    summed: Flags  # whether there is a checksum to compare it with
 
 
 @attrs.frozen(eq=False)
 class BoxReads:
-    """Boxes of chunks to read; one row a read. None is empty.
+    """Boxes of chunks to read; one row a read. None is empty."""
 
-    Attributes:
-        chunk: The chunk that it is a box of: a row of `ChunkPlaces`.
-        offsets: Where the box starts in its chunk, in elements.
-        lengths: How many elements are read along each axis.
-        step: Which elements count along each axis: every one, every second, ...
-        direct: Whether its elements go into one range of memory just as they are stored.
-    """
-
-    chunk: Ints
-    offsets: Ints
-    lengths: Ints
-    step: Ints
-    direct: Flags
+    chunk: Ints  # the chunk that it is a box of: a row of `ChunkPlaces`
+    offsets: Ints  # where the box starts in its chunk, in elements
+    lengths: Ints  # how many elements are read along each axis
+    step: Ints  # which elements count along each axis: every one, every second, ...
+    direct: Flags  # whether its elements go into one range of memory just as they are stored
 
 
 @attrs.frozen
 class Access:
-    """How files can be read.
+    """How files can be read."""
 
-    Attributes:
-        is_far: Whether every range is a request to another machine.
-        is_local: Whether files are on this machine, and can be read a piece at a time.
-        page_bytes: Bytes of a page, if bytes can be copied out of a file's own pages; else 0.
-        threads: How many threads read at once.
-    """
-
-    is_far: bool = False
-    is_local: bool = False
-    page_bytes: int = 0
-    threads: int = 2
+    is_far: bool = False  # whether every range is a request to another machine
+    is_local: bool = False  # whether files are on this machine, and can be read a piece at a time
+    page_bytes: int = 0  # bytes of a page, if bytes can be copied out of a file's own pages; else 0
+    threads: int = 2  # how many threads read at once
 
     @property
     def is_single(self) -> bool:
@@ -129,66 +96,37 @@ class Access:
 
 @attrs.frozen(eq=False)
 class Requested:
-    """The byte ranges of some blocks, in order of place; one row a range.
+    """The byte ranges of some blocks, in order of place; one row a range."""
 
-    Attributes:
-        block: Which of the blocks it is a range of, by position in what was asked for.
-        start: Where it starts in the file, in bytes.
-        length: How long it is, in bytes.
-        into: Where it goes in what is fetched for the block, laid end to end, in bytes.
-        request: Which request brings it. The gaps between ranges of one request are read over.
-    """
-
-    block: Ints
-    start: Ints
-    length: Ints
-    into: Ints
-    request: Ints
+    block: Ints  # which of the blocks it is a range of, by position in what was asked for
+    start: Ints  # where it starts in the file, in bytes
+    length: Ints  # how long it is, in bytes
+    into: Ints  # where it goes in what is fetched for the block, laid end to end, in bytes
+    request: Ints  # which request brings it. The gaps between ranges of one request are read over
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class FetchPlan(Printed):
-    """What a load fetches, hashes and delivers. Columns have one row a block.
+    """What a load fetches, hashes and delivers. Columns have one row a block."""
 
-    Attributes:
-        places: Where the chunks lie.
-        reads: What is read of them.
-        access: How files can be read.
-        hashed: Per read, whether its blocks are hashed.
-        strides: Per read, how many elements of the file a step along each axis skips.
-        axis: Per read, the axis from which on it is fetched as one range, gaps and all.
-        block_bytes: The most bytes of a block.
-        blocks: The blocks, each a box of a read.
-        start: Where a block's first byte lies in its file.
-        into: Where that byte goes in the read's box, laid out row-major.
-        nbytes: How many bytes of it are wanted.
-        span: How many bytes each of its ranges has.
-        ranges: How many ranges it has.
-        plain: Whether it is one range that goes into one range of memory as it is.
-        mapped: Whether it is copied out of the file's own pages.
-        unit: The first block of its unit: blocks of one unit are hashed as one.
-        large: Whether it is hashed piece by piece while it is read, being part of a large unit.
-        tasks: The blocks that one thread fetches at a time, in order.
-    """
-
-    places: ChunkPlaces
-    reads: BoxReads
-    access: Access
-    hashed: Flags
-    strides: Ints
-    axis: Ints
-    block_bytes: int
-    blocks: Blocks
-    start: Ints
-    into: Ints
-    nbytes: Ints
-    span: Ints
-    ranges: Ints
-    plain: Flags
-    mapped: Flags
-    unit: Ints
-    large: Flags
-    tasks: tuple[Ints, ...]
+    places: ChunkPlaces  # where the chunks lie
+    reads: BoxReads  # what is read of them
+    access: Access  # how files can be read
+    hashed: Flags  # per read, whether its blocks are hashed
+    strides: Ints  # per read, how many elements of the file a step along each axis skips
+    axis: Ints  # per read, the axis from which on it is fetched as one range, gaps and all
+    block_bytes: int  # the most bytes of a block
+    blocks: Blocks  # the blocks, each a box of a read
+    start: Ints  # where a block's first byte lies in its file
+    into: Ints  # where that byte goes in the read's box, laid out row-major
+    nbytes: Ints  # how many bytes of it are wanted
+    span: Ints  # how many bytes each of its ranges has
+    ranges: Ints  # how many ranges it has
+    plain: Flags  # whether it is one range that goes into one range of memory as it is
+    mapped: Flags  # whether it is copied out of the file's own pages
+    unit: Ints  # the first block of its unit: blocks of one unit are hashed as one
+    large: Flags  # whether it is hashed piece by piece while it is read, being part of a large unit
+    tasks: tuple[Ints, ...]  # the blocks that one thread fetches at a time, in order
 
     @property
     def chunk(self) -> Ints:

@@ -16,17 +16,7 @@ from ..load import Strict, strict_patterns
 from ..metadata import Metadata
 from ..plans import SavePlan
 
-__all__ = [
-    "SavedElsewhere",
-    "is_folded",
-    "is_needed",
-    "meeting",
-    "partly_filled",
-    "saved_elsewhere",
-    "without_other_ranks",
-]
-
-_LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
+RANK_LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
 
 K = TypeVar("K")
 
@@ -89,17 +79,11 @@ def partly_filled(plan: SavePlan, reads: ReadItems) -> frozenset[str]:
 
 @attrs.frozen
 class SavedElsewhere:
-    """Per-rank state that was saved on another number of ranks.
+    """Per-rank state that was saved on another number of ranks."""
 
-    Attributes:
-        name: Its name in the checkpoint, without a label.
-        names: The names of its parts as they would be on these ranks.
-        ranks: On how many it was saved.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    ranks: int
+    name: str  # its name in the checkpoint, without a label
+    names: tuple[str, ...]  # the names of its parts as they would be on these ranks
+    ranks: int  # on how many it was saved
 
 
 def saved_elsewhere(
@@ -136,7 +120,7 @@ def without_other_ranks(names: Iterable[str], wanted: Iterable[str]) -> tuple[st
 
 def _labels(names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Yield what comes before each label ``rank_0_of_2``, and its number of ranks."""
-    for match in filter(None, map(_LABEL.search, names)):
+    for match in filter(None, map(RANK_LABEL.search, names)):
         yield match.string[: match.start()], int(match[2])
 
 

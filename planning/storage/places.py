@@ -71,7 +71,7 @@ def _derived(
     entries: Entries, plans: DerivedPlans, files: Ints, in_files: Sequence[bool]
 ) -> Places:
     """Work out columns once for tensors that are placed alike."""
-    row_of = {name: row for row, name in enumerate(plans.plans.catalog.names)}
+    row_of = {name: row for row, name in enumerate(plans.settled.catalog.names)}
     known: dict[int | bytes, int] = {}
     columns: list[Ints] = []
     entry = []

@@ -16,21 +16,6 @@ from ..columns.arrays import Ints
 from ..geometry.overlap import expand
 from .blocks import reach_of
 
-__all__ = [
-    "ByteRanges",
-    "Requests",
-    "byte_ranges",
-    "coalesce",
-    "fetched",
-    "filled",
-    "has_narrow_gaps",
-    "lies_together",
-    "range_axis",
-    "spread",
-    "steps",
-    "whole_blocks",
-]
-
 Flags = npt.NDArray[np.bool_]
 
 SMALL: Final = 1 << 12
@@ -66,12 +51,7 @@ def byte_ranges(
 ) -> ByteRanges:
     """Return the byte ranges of some boxes of saved chunks, without any other byte.
 
-    Args:
-        offsets: Where each box starts, relative to its chunk; one row a box.
-        lengths: How large each box is.
-        extents: How large its chunk is.
-        itemsize: Bytes of an element.
-        begin: Where the chunk begins in its file, in bytes.
+    Chunks are ``extents`` large, and ``begin`` at a byte of their file.
 
     >>> one = lambda *n: np.array([n])
     >>> r = byte_ranges(one(1, 0), one(2, 4), one(6, 4), np.array([4]), np.array([100]))
@@ -107,12 +87,10 @@ def range_axis(
 ) -> Ints:
     """Return the axis from which on each box is fetched as one range, gaps and all.
 
-    Gaps are read over where that is cheaper than another range. Long ranges go straight to where
-    they belong, so they are not joined here unless they touch.
-
-    If every element is a range of its own, that is the number of axes. A step along an axis skips
-    ``strides`` elements of the file. A gap wider than ``max_gap`` bytes may be at most a share of
-    ``max_waste`` of the range.
+    Gaps are read over where that is cheaper than another range: up to ``max_gap`` bytes, or a share
+    of ``max_waste`` of the range. Long ranges go straight to where they belong, so they are not
+    joined here unless they touch. If every element is a range of its own, the axis is the number of
+    axes.
 
     Of a tensor of 8-byte elements, one column of 4, one of 1,000, and all rows but the last:
 
@@ -179,9 +157,7 @@ def has_narrow_gaps(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) 
 
 
 def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
-    """Count the elements fetched for each box: its own, and those in narrow gaps.
-
-    Boxes may be empty.
+    """Count the elements fetched for each box, if any: its own, and those in narrow gaps.
 
     >>> fetched(np.array([[3, 2], [2, 4]]), np.array([[3, 4]] * 2), np.array([1, 1]), 2).tolist()
     [10, 8]
@@ -225,9 +201,8 @@ def whole_blocks(
 ) -> Flags:
     """Return True for boxes that are one range which begins and ends where blocks do.
 
-    Of boxes that share elements, only one counts: a block is hashed once. Boxes come in any order,
-    and none is empty. Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and
-    half of the first:
+    Of boxes that share elements, only one counts: a block is hashed once. None is empty. Of a chunk
+    of 5 elements in blocks of 2, the last two blocks are read, and half of the first:
 
     >>> column = lambda *n: np.array(n).reshape(-1, 1)
     >>> boxes = (column(2, 0), column(3, 1), column(5, 5))

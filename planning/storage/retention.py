@@ -17,22 +17,15 @@ from ..tree import FrozenDict, freeze
 
 @attrs.frozen
 class RunEntry:
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        name: Its folder.
-        created: When it was made, in seconds since 1970; None if that is not known.
-        whole: Whether all of it is there.
-        step: The step after which it was saved; None if that is not known.
-        metrics: What was measured at that step, by name.
-        in_use: Whether it must stay: it is being read, or another checkpoint refers to it.
-    """
-
-    name: str
-    created: float | None
-    whole: bool = True
-    step: int | None = None
+    name: str  # its folder
+    created: float | None  # when it was made, in seconds since 1970; None if that is not known
+    whole: bool = True  # whether all of it is there
+    step: int | None = None  # the step after which it was saved; None if that is not known
+    # What was measured at that step, by name.
     metrics: Mapping[str, float] = attrs.field(factory=FrozenDict, converter=freeze)
+    # Whether it must stay: it is being read, or another checkpoint refers to it.
     in_use: bool = False
 
     @property
@@ -78,7 +71,7 @@ class Best:
     def of(self, entries: Iterable[RunEntry]) -> list[RunEntry]:
         """Return the best of some checkpoints, the best first; of equals, the newest first.
 
-        Checkpoints without the metric, or for which it is not a number, do not count.
+        Those without the metric, or for which it is not a number, do not count.
         """
         sign = 1.0 if self.mode == "min" else -1.0
         known = [e for e in entries if not math.isnan(e.metrics.get(self.metric, math.nan))]
@@ -112,17 +105,11 @@ class Keep:
 
 @attrs.frozen
 class LeftFile:
-    """A file that a killed save may have left behind.
+    """A file that a killed save may have left behind."""
 
-    Attributes:
-        name: The file.
-        save: The save that wrote it.
-        modified: When it was written, in seconds since 1970.
-    """
-
-    name: str
-    save: str
-    modified: float
+    name: str  # the file
+    save: str  # the save that wrote it
+    modified: float  # when it was written, in seconds since 1970
 
 
 class Retained(NamedTuple):
@@ -139,9 +126,7 @@ def by_age(entries: Iterable[RunEntry]) -> list[RunEntry]:
 
 
 def retain(entries: Iterable[RunEntry], policy: Keep) -> Retained:
-    """Choose which checkpoints stay and which go.
-
-    What is not whole, or has no time, is in neither list.
+    """Choose which checkpoints stay and which go. What is not whole, or has no time, is in neither.
 
     >>> steps = [RunEntry("9", 1.0, step=9), RunEntry("10", 2.0, step=10), RunEntry("11", 3.0)]
     >>> retain(steps, Keep(last=1))

@@ -26,35 +26,18 @@ from .blocks import BLOCK_BYTES
 from .ranges import ByteRanges, byte_ranges
 from .write import MAX_SHARD_SIZE, assign_shards
 
-__all__ = [
-    "FileTensor",
-    "Spot",
-    "SharedPlan",
-    "common_ties",
-    "lay_out_files",
-    "place_tensors",
-    "shared_plan",
-]
-
 _SHOWN: Final = 20  # rows of a printed plan
 _MOST_RANGES: Final = 1 << 16  # of a block
 
 
 @attrs.frozen
 class FileTensor:
-    """A whole tensor in a file.
+    """A whole tensor in a file."""
 
-    Attributes:
-        name: Its name.
-        dtype: What it is stored as.
-        shape: Its shape, in elements.
-        begin: Where it begins, in bytes counted from the end of the file's header.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
+    name: str  # its name
+    dtype: str  # what it is stored as
+    shape: tuple[int, ...]  # its shape, in elements
+    begin: int = 0  # where it begins, in bytes counted from the end of the file's header
 
     @property
     def end(self) -> int:
@@ -77,9 +60,7 @@ def place_tensors(tensors: Iterable[FileTensor]) -> tuple[FileTensor, ...]:
 
 
 def lay_out_files(
-    metadata: Metadata,
-    max_shard_size: int = MAX_SHARD_SIZE,
-    tied: Mapping[str, str] | None = None,
+    metadata: Metadata, max_shard_size: int = MAX_SHARD_SIZE, tied: Mapping[str, str] | None = None
 ) -> tuple[tuple[FileTensor, ...], ...]:
     """Return the tensors of each file of a checkpoint that holds tensors whole.
 
@@ -110,19 +91,12 @@ class Spot:
 
 @attrs.frozen(eq=False, repr=False)
 class SharedPlan(Printed):
-    """What one rank writes into files that it shares. Columns have one row an item of its plan.
+    """What one rank writes into files that it shares. Columns have one row an item of its plan."""
 
-    Attributes:
-        plan: The rank's save plan.
-        file: The file of each item; -1 for what no file holds: values, and names tied to others.
-        begin: Where the item's whole tensor begins in that file, in bytes.
-        rank: The rank.
-    """
-
-    plan: SavePlan
-    file: Ints
-    begin: Ints
-    rank: int = 0
+    plan: SavePlan  # the rank's save plan
+    file: Ints  # the file of each item; -1 for what no file holds: values, and names tied to others
+    begin: Ints  # where the item's whole tensor begins in that file, in bytes
+    rank: int = 0  # the rank
 
     @property
     def files(self) -> list[int]:
@@ -154,10 +128,7 @@ class SharedPlan(Printed):
     def ranges(self, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> ByteRanges:
         """Return the bytes of the file that a box of an item takes, in row-major order.
 
-        Args:
-            item: The item.
-            offsets: Where the box starts, relative to the item's chunk, in elements.
-            sizes: How large it is, in elements.
+        The box is relative to the item's chunk.
         """
         items = self.plan.items
         row, axes = items.row[item], len(sizes)
@@ -226,8 +197,7 @@ def common_ties(
     Args:
         metadata: What is saved.
         plans: What each rank writes.
-        held: By rank, names in its state dict of tensors that are the same memory as an earlier
-            one, and that one's name.
+        held: By rank, names of tensors in the memory of an earlier one, and that one's name.
         reserved: Names that are never tied.
 
     Two ranks write halves of a tensor under two names, and one of them holds two copies:

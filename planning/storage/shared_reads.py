@@ -1,63 +1,186 @@
-"""Shared reads of a load: whether reading together is cheaper, and in which rounds ranks do it.
+"""Who reads what, and for whom, when many ranks load together.
 
-1. All tensors of the checkpoint are thought to lie end to end, in order of their names, and are
-   cut into rounds of a fixed number of bytes. Each block of a chunk belongs to one round.
-2. A region that one rank reads for others is read once. Regions that make up a block of a chunk
-   are read as the block, so that it can be checked.
-3. Within a round, a rank sends regions in the order in which others expect them.
-4. What a rank reads for itself alone needs no round.
+1. Each rank sorts its reads into classes, by how their tensors are cut: `wants_of`. Of a small
+   chunk it wants all, as reading it costs no more than reading a part.
+2. Ranks that want the same of a class are replicas, and form a group: `replica_groups`.
+3. Which rank of a group reads which block is a formula of both: `turns_of`. So every rank knows by
+   itself what it reads, sends and receives: `shared_by_rule`.
+4. Where ranks need the same bytes though their classes differ, the coordinator plans transfers with
+   `share_reads`, as long as there are few enough reads: `shared_by_transfers`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter, defaultdict
-from collections.abc import Sequence
-from itertools import groupby
-from typing import Final
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, group_rows, padded, readonly
+from ..columns.arrays import Ints, column, distinct, group_rows, pad, padded, readonly
 from ..columns.reads import ReadItems
-from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
-from .blocks import Located, locate_reads
+from .blocks import locate_reads
+from .fetch import FAR_GAP
+from .filling import RANK_LABEL
 from .ranges import fetched
 
 MOST_READS: Final = 1 << 22
-"""The most reads of all ranks together for which sharing is planned unasked: so many take the
-coordinator some 12 s and 4 GB."""
+"""The most reads of all ranks for which the coordinator plans: they take some 12 s and 4 GB."""
+
+RUN_BYTES: Final = 1 << 20
+"""Bytes that lie together and that one rank of a group reads, if there are as many."""
+
+MOST_PEERS: Final = 32
+"""The largest group of which every rank sends to every other; larger ones pass reads on."""
+
+_MOST_CLASSES: Final = 256
+_VALUE_KINDS: Final = 16
+_VALUE: Final = LoadItemType.BYTE_IO.value
+
+Way = Literal["alone", "groups", "coordinator"]
+"""Whether each rank reads for itself, or replicas share by rule, or as the coordinator plans."""
+
+
+def _pairs(pairs: Iterable[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    return tuple((digest, nbytes) for digest, nbytes in pairs)
 
 
 @attrs.frozen
 class Need:
-    """What one rank needs of a checkpoint.
+    """What one rank needs of a checkpoint."""
 
-    Attributes:
-        fetched: Bytes that it would fetch alone: what it needs, and narrow gaps in between.
-        names: A fingerprint of the names of all tensors that it reads, in whole or in part.
-        size: Bytes of these tensors, whole.
-        reads: The number of reads in its plan.
-        total: Bytes of all tensors of the checkpoint.
-        host: The machine it runs on.
-        is_local: Whether the checkpoint is on a local path.
+    fetched: int  # bytes that it would fetch alone: what it needs, and narrow gaps in between
+    names: str  # a fingerprint of the names of all tensors that it reads, in whole or in part
+    size: int  # bytes of these tensors, whole
+    reads: int  # the number of reads in its plan
+    total: int  # bytes of all tensors of the checkpoint
+    host: str  # the machine it runs on
+    is_local: bool  # whether the checkpoint is on a local path
+    # A fingerprint of each class of its reads, and the bytes that it would fetch for them.
+    classes: tuple[tuple[str, int], ...] = attrs.field(default=(), converter=_pairs)
+
+
+@attrs.frozen(eq=False)
+class Wants:
+    """A rank's reads, sorted into classes; columns have one row per read.
+
+    If a read is shared, the box from ``offsets`` on of ``lengths`` travels, relative to the chunk:
+    the read's own, or all of a small chunk. Small chunks of one number are a class.
     """
 
-    fetched: int
-    names: str
-    size: int
-    reads: int
-    total: int
-    host: str
-    is_local: bool
+    reads: ReadItems
+    is_small: npt.NDArray[np.bool_]
+    offsets: Ints
+    lengths: Ints
+    of_row: Ints  # the class of each read
+    digests: tuple[str, ...]  # of what is wanted of each class
+    nbytes: tuple[int, ...]  # of each class
 
 
-def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_local: bool) -> Need:
+def wants_of(
+    reads: ReadItems,
+    metadata: Metadata,
+    ranks: int,
+    *,
+    block_bytes: int,
+    small_bytes: int = FAR_GAP,
+) -> Wants:
+    """Sort a rank's reads into classes, so that replicas want the same of a class.
+
+    Args:
+        reads: What the rank needs, cut into blocks; see `split_reads`.
+        metadata: The checkpoint.
+        ranks: How many ranks load.
+        block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        small_bytes: The most bytes of a chunk that is read whole.
+    """
+    if not len(reads):
+        nothing = column([])
+        return Wants(reads, nothing > 0, reads.storage_offsets, reads.lengths, nothing, (), ())
+    located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
+    axes = reads.lengths.shape[1]
+    is_small = located.inside & (located.numel * width <= small_bytes) & (width > 0)
+    is_small &= (located.sizes == located.extents).all(axis=1)  # not the end of a large chunk
+    offsets = np.where(is_small[:, None], located.start[:, :axes], reads.storage_offsets)
+    lengths = np.where(is_small[:, None], located.sizes[:, :axes], reads.lengths)
+    small_chunk = np.where(is_small, located.chunk, -1)
+    _, of_row = group_rows([small_chunk, _kinds(reads, metadata, ranks, is_small)])
+    of_row = np.minimum(of_row, _MOST_CLASSES - 1)
+    hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in reads.names]
+    known = np.frombuffer(b"".join(hashes), np.int64)[reads.storage]
+    boxes = np.column_stack([known, reads.type, reads.storage_anchor + offsets, lengths])
+    first, _ = group_rows([of_row, boxes])
+    edges = np.searchsorted(of_row[first], np.arange(int(of_row.max()) + 2)).tolist()
+    total = np.bincount(of_row[first], lengths[first].prod(axis=1) * width[first])
+    each = [boxes[first[a:b]] for a, b in pairwise(edges)]
+    return Wants(
+        reads,
+        is_small,
+        readonly(offsets),
+        readonly(lengths),
+        readonly(of_row),
+        tuple(_digest(some, axes) for some in each),
+        tuple(total.astype(np.int64).tolist()),
+    )
+
+
+def _digest(boxes: Ints, axes: int) -> str:
+    """Return a fingerprint of boxes, which may be padded to more axes than they have."""
+    is_used = ((boxes[:, 2 : 2 + axes] != 0) | (boxes[:, 2 + axes :] != 1)).any(axis=0)
+    used = int(np.flatnonzero(is_used).max(initial=-1)) + 1
+    kept = np.ascontiguousarray(boxes[:, [*range(2 + used), *range(2 + axes, 2 + axes + used)]])
+    return hashlib.blake2b(kept.tobytes(), digest_size=12).hexdigest()
+
+
+def _kinds(
+    reads: ReadItems, metadata: Metadata, ranks: int, is_small: npt.NDArray[np.bool_]
+) -> Ints:
+    """Return, per read, along which axes its tensor is cut, and into how many parts if it is large.
+
+    Tensors that ranks may not share out evenly are kept apart by their sizes: some ranks may want
+    nothing of them.
+    """
+    entries, count, axes = metadata.state_dict_metadata, len(reads.names), reads.lengths.shape[1]
+    start = reads.storage_anchor + reads.storage_offsets
+    low, high = np.full((count, axes), 1 << 62), np.zeros((count, axes), np.int64)
+    np.minimum.at(low, reads.storage, start)
+    np.maximum.at(high, reads.storage, start + reads.lengths)
+    row = [entries.row_of.get(name, -1) for name in reads.names]
+    layout = [-1 if r < 0 else int(entries.layout[r]) for r in row]
+    shapes = [entries.layouts[n].size if n >= 0 else () for n in layout]
+    extents, held = padded(shapes, 1, axes), np.maximum(high - low, 1)
+    is_cut = held < extents
+    kind = column([
+        len(shape) if n >= 0 else _value_kind(name)
+        for name, n, shape in zip(reads.names, layout, shapes, strict=True)
+    ])  # fmt: skip
+    odd = np.where(is_cut & (extents % ranks != 0), extents, 0)
+    parts = np.rint(extents / held).astype(np.int64)
+    which = reads.storage
+    cuts = np.where(is_small[:, None], is_cut[which], parts[which])
+    cuts = np.where(kind[which, None] < 0, 0, cuts)
+    return np.column_stack([kind[which], odd[which], cuts])
+
+
+def _value_kind(name: str) -> int:
+    """Return the kind of a non-tensor value, less than 0; those of single ranks are apart."""
+    if RANK_LABEL.search(name):
+        return -1
+    return -2 - zlib.crc32(name.encode()) % _VALUE_KINDS
+
+
+def need_of(
+    plan: LoadPlan, wants: Wants, metadata: Metadata, max_gap: int, *, host: str, is_local: bool
+) -> Need:
     """Return what a rank with this plan needs; gaps of up to ``max_gap`` bytes are fetched.
 
     One column of four, of rows of 4 bytes, is 3 bytes, or 9 with what lies between:
@@ -66,36 +189,45 @@ def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_l
     >>> wanted = world_plans({"w": TensorSpec((3, 4), "int8", [Shard(1)])}, Mesh(tp=4))
     >>> metadata = global_plan(world_plans({"w": TensorSpec((3, 4), "int8")}, Mesh(one=1)))[1]
     >>> plan = load_plan(metadata, wanted[0])
-    >>> [need_of(plan, metadata, gap, host="a", is_local=True).fetched for gap in (0, 3)]
+    >>> wants = wants_of(plan.items, metadata, 4, block_bytes=64, small_bytes=0)
+    >>> at = {"host": "a", "is_local": True}
+    >>> [need_of(plan, wants, metadata, gap, **at).fetched for gap in (0, 3)]
     [3, 9]
     """
-    entries, items = metadata.state_dict_metadata, plan.items
-    used = sorted({items.names[n] for n in distinct(items.storage).tolist()})
+    entries = metadata.state_dict_metadata
+    used = sorted({wants.reads.names[n] for n in distinct(wants.reads.storage).tolist()})
+    nbytes = _fetched_bytes(wants.reads, metadata, max_gap)
+    exact = np.bincount(wants.of_row, nbytes, len(wants.digests)).astype(np.int64)
+    is_small = np.bincount(wants.of_row, wants.is_small, len(wants.digests)) > 0
+    whole = np.where(is_small, column(wants.nbytes), exact)  # if small chunks are read whole
     return Need(
-        _fetched_bytes(items, metadata, max_gap) if max_gap else plan_bytes(plan, metadata),
+        int((whole if max_gap else exact).sum()),
         hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(),
         _size(entries, [entries.row_of[name] for name in used]),
-        len(items),
+        len(plan.items),
         _size(entries, slice(None)),
         host,
         is_local,
+        tuple(zip(wants.digests, whole.tolist(), strict=True)),
     )
 
 
-def _fetched_bytes(items: ReadItems, metadata: Metadata, max_gap: int) -> int:
-    if not len(items):
-        return 0
-    extents, width = locate_reads(metadata, items).extents, _read_widths(items, metadata)
+def _fetched_bytes(items: ReadItems, metadata: Metadata, max_gap: int) -> Ints:
+    """Return the bytes that each read fetches; 0 for non-tensor values."""
+    width = read_widths(items, metadata)
+    if not max_gap or not len(items):
+        return items.numel * width
+    extents = locate_reads(metadata, items).extents
     lengths = pad(items.lengths, extents.shape[1], 1)
-    return int((fetched(lengths, extents, width, max_gap) * width).sum())
+    return fetched(lengths, extents, width, max_gap) * width
 
 
 def plan_bytes(plan: LoadPlan, metadata: Metadata) -> int:
     """Count the bytes of tensors that a plan reads."""
-    return int((plan.items.numel * _read_widths(plan.items, metadata)).sum())
+    return int((plan.items.numel * read_widths(plan.items, metadata)).sum())
 
 
-def _read_widths(items: ReadItems, metadata: Metadata) -> Ints:
+def read_widths(items: ReadItems, metadata: Metadata) -> Ints:
     """Return the bytes of one element of each read; 0 for non-tensor values."""
     entries = metadata.state_dict_metadata
     if not len(items):
@@ -105,23 +237,308 @@ def _read_widths(items: ReadItems, metadata: Metadata) -> Ints:
     return width[row[items.storage]]
 
 
-def sharing_pays(needs: Sequence[Need]) -> bool:
-    """Return True if reading once and sending is cheaper than reading more than once.
+def sharing_way(needs: Sequence[Need], *, asked: bool = False) -> Way:
+    """Choose how ranks share their reads; unless it was asked for, only where that is cheaper.
 
     If ranks fetch more bytes than there are in the tensors that they need, or in all, some fetch
-    the same. Planning for all of them takes the coordinator time and memory, though, and a local
-    disk is read faster than other ranks can send.
+    the same. A local disk is read faster than other ranks can send, though.
 
-    >>> needs = [Need(9, f"tensors of {r}", 9, 1, 12, "host", is_local=False) for r in range(4)]
-    >>> sharing_pays(needs), sharing_pays(needs[:1])
-    (True, False)
+    >>> needs = [Need(9, "w", 9, 1, 12, "host", False, [("w, whole", 9)]) for rank in range(4)]
+    >>> sharing_way(needs), sharing_way(needs[:1])
+    ('groups', 'alone')
+    >>> sharing_way([attrs.evolve(n, classes=[(f"part {r}", 9)]) for r, n in enumerate(needs)])
+    'coordinator'
     """
     size = min(sum({need.names: need.size for need in needs}.values()), needs[0].total)
-    if sum(need.fetched for need in needs) <= size:
-        return False
-    if sum(need.reads for need in needs) > MOST_READS:
-        return False
-    return not all(need.is_local for need in needs) or len({need.host for need in needs}) > 1
+    if not asked:
+        is_near = all(need.is_local for need in needs) and len({need.host for need in needs}) == 1
+        if is_near or sum(need.fetched for need in needs) <= size:
+            return "alone"
+    once = sum(dict(pair for need in needs for pair in need.classes).values())
+    is_large = sum(need.reads for need in needs) > MOST_READS
+    return "groups" if once <= size or is_large else "coordinator"
+
+
+Group = tuple[range, ...]
+"""The ranks of a group, ascending, as few ranges: its size does not depend on theirs."""
+
+
+def replica_groups(needs: Sequence[Need]) -> list[tuple[Group, ...]]:
+    """Return, by rank, the ranks that read the same as it does, for each class of its reads.
+
+    The cost depends on the number of ranks, not on that of their reads.
+
+    >>> needs = [Need(9, "w", 9, 1, 9, "host", False, [(f"half {r % 2}", 9)]) for r in range(6)]
+    >>> replica_groups(needs)[1]
+    ((range(1, 7, 2),),)
+    """
+    members: dict[str, list[int]] = {}
+    for rank, need in enumerate(needs):
+        for digest, _ in need.classes:
+            members.setdefault(digest, []).append(rank)
+    groups = {digest: _ranges(ranks) for digest, ranks in members.items()}
+    return [tuple(groups[digest] for digest, _ in need.classes) for need in needs]
+
+
+def _ranges(numbers: Sequence[int]) -> Group:
+    """Write ascending numbers as ranges of equal steps.
+
+    >>> _ranges([0, 2, 4, 5]), _ranges([3])
+    ((range(0, 6, 2), range(5, 6)), (range(3, 4),))
+    """
+    found: list[range] = []
+    for number in numbers:
+        last = found[-1] if found else None
+        if last is not None and (len(last) == 1 or last.stop == number):
+            step = number - last[-1]
+            found[-1] = range(last.start, number + step, step)
+        else:
+            found.append(range(number, number + 1))
+    return tuple(found)
+
+
+class Turns(NamedTuple):
+    """In which round each block is read, and by which member of the group."""
+
+    round: Ints
+    member: Ints
+
+
+def turns_of(nbytes: Ints, members: int, round_bytes: int, run_bytes: int = RUN_BYTES) -> Turns:
+    """Return when each block of a group is read, and by whom; blocks are in order of their places.
+
+    Rounds take about ``round_bytes`` each. Within a round, members read runs of equal length, of at
+    least ``run_bytes``: small blocks that lie together are read together. If a round has fewer
+    blocks than members, the next one begins with others.
+
+    >>> turns_of(np.array([4, 4, 4, 4]), 2, 8, 1)
+    Turns(round=array([0, 0, 1, 1]), member=array([0, 1, 1, 0]))
+    >>> turns_of(np.array([4, 4, 4, 4]), 2, 16, 8).member.tolist()
+    [0, 0, 1, 1]
+    """
+    ends = np.cumsum(nbytes)
+    total = int(ends[-1]) if len(ends) else 0
+    span = max(-(-total // max(-(-total // round_bytes), 1)), 1)
+    middle = ends - (nbytes + 1) // 2
+    run = max(-(-span // members), run_bytes)
+    number = middle // span
+    return Turns(number, (middle % span // run + number) % members)
+
+
+class Audience(NamedTuple):
+    """The ranks that this one sends what it reads, and those that it then passes reads on to."""
+
+    near: tuple[int, ...] = ()
+    far: tuple[int, ...] = ()
+    everyone: tuple[int, ...] = ()  # who wants it; values go to all of them at once
+
+
+class Lines(NamedTuple):
+    """How the reads of a large group travel: members stand in lines of ``width``.
+
+    Each sends what it reads to its line. Then one member of a line passes all of it on to each
+    member of the others, which so connects to few ranks.
+    """
+
+    members: int
+    width: int
+
+    @classmethod
+    def of(cls, members: int, most_peers: int = MOST_PEERS) -> Lines:
+        """Make one line of few members, and about as many lines of many as each has members."""
+        return cls(members, members if members <= most_peers else math.isqrt(members - 1) + 1)
+
+    def source(self, reader: Ints, member: int) -> Ints:
+        """Return the member that gives another one what some readers read.
+
+        >>> Lines.of(10, 4).source(np.arange(10), 3).tolist()  # lines 0 to 3, 4 to 7, 8 to 9
+        [0, 1, 2, 3, 7, 7, 7, 7, 9, 9]
+        """
+        line, width = reader // self.width, self.width
+        room = np.minimum(width, self.members - line * width)
+        relay = line * width + member % width % room
+        return np.where(line == member // width, reader, relay)
+
+    def audience(self, member: int) -> Audience:
+        """Return which members one sends what it reads, and which it passes its line's reads on to.
+
+        >>> Lines.of(10, 4).audience(9)
+        Audience(near=(8,), far=(1, 3, 5, 7), everyone=(0, 1, 2, 3, 4, 5, 6, 7, 8))
+        """
+        line, everyone = member // self.width, range(self.members)
+        near = tuple(m for m in everyone if m // self.width == line and m != member)
+        room = min(self.width, self.members - line * self.width)
+        place = member - line * self.width
+        far = (m for m in everyone if m // self.width != line and m % self.width % room == place)
+        return Audience(near, tuple(far), tuple(m for m in everyone if m != member))
+
+
+@attrs.frozen(eq=False)
+class SharedReads:
+    """What one rank reads for itself and for others, and what others read for it.
+
+    Columns have one row per read.
+    """
+
+    reads: ReadItems
+    offsets: Ints  # where the box begins that travels, relative to the chunk; see `Wants`
+    lengths: Ints
+    reader: Ints  # the rank that reads it
+    source: Ints  # the rank that this one gets it from: the reader, or one that passes it on
+    is_near: npt.NDArray[np.bool_]  # whether that is the reader; else it is passed on in a line
+    audience: Ints  # a number in `audiences`
+    audiences: tuple[Audience, ...]
+    own: npt.NDArray[np.bool_]  # whether it fills memory of this rank
+    turn: Ints  # the round in which it is read; all ranks order rounds alike
+
+    @property
+    def is_value(self) -> npt.NDArray[np.bool_]:
+        """Whether each read is of a non-tensor value."""
+        is_value: npt.NDArray[np.bool_] = self.reads.type == _VALUE
+        return is_value
+
+    def inner(self, row: int) -> tuple[slice, ...] | None:
+        """Return which part of the box that travels a read is; None if it is all of it."""
+        axes = int(self.reads.ndim[row])
+        low = (self.reads.storage_offsets[row] - self.offsets[row])[:axes]
+        size = self.reads.lengths[row, :axes]
+        if np.array_equal(size, self.lengths[row, :axes]):
+            return None
+        return tuple(slice(a, a + n) for a, n in zip(low.tolist(), size.tolist(), strict=True))
+
+
+def shared_by_rule(
+    wants: Wants,
+    metadata: Metadata,
+    rank: int,
+    groups: Sequence[Sequence[int]],
+    files: Ints | None = None,
+    *,
+    round_bytes: int,
+    block_bytes: int,
+    most_peers: int = MOST_PEERS,
+) -> SharedReads:
+    """Share reads among replicas: each block is read by one of them, and sent to the others.
+
+    Args:
+        wants: What this rank wants.
+        metadata: The checkpoint.
+        rank: The rank.
+        groups: The ranks of each class of the reads; see `replica_groups`.
+        files: The file of each read, if it is known.
+        round_bytes: Bytes of a group that are in memory at a time.
+        block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        most_peers: The largest group of which every rank sends to every other.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"a": TensorSpec((1 << 18,)), "b": TensorSpec((1 << 18,))})
+    >>> metadata, block = global_plan([plan])[1], {"block_bytes": 1 << 20}
+    >>> wants = wants_of(load_plan(metadata, plan).items, metadata, 2, **block)
+    >>> at = {"round_bytes": 1 << 21, **block}
+    >>> shared_by_rule(wants, metadata, 5, [range(4, 6)], **at).reader.tolist()
+    [4, 5]
+    """
+    reads = wants.reads
+    reader, turn = np.full(len(reads), rank, np.int64), np.zeros(len(reads), np.int64)
+    block = _blocks_by_place(reads, metadata, files, block_bytes)
+    boxes = [reads.storage_anchor + wants.offsets, wants.lengths]
+    first, box = group_rows([block, *boxes])  # boxes of a block follow one another
+    nbytes = wants.lengths[first].prod(axis=1) * read_widths(reads, metadata)[first]
+    classes: dict[tuple[int, ...], list[int]] = {}  # of each group
+    for which in sorted(range(len(groups)), key=wants.digests.__getitem__):
+        classes.setdefault(tuple(groups[which]), []).append(which)
+    source, is_near = reader.copy(), np.zeros(len(reads), bool)
+    audience, audiences = np.zeros(len(reads), np.int64), [Audience()]
+    before = 0  # rounds of other groups
+    for group, numbers in classes.items():
+        if len(group) < 2:
+            continue
+        mine = np.flatnonzero(np.isin(wants.of_row[first], numbers))
+        number = np.cumsum(np.diff(block[first[mine]], prepend=-1) != 0) - 1
+        turns = turns_of(
+            np.bincount(number, nbytes[mine]).astype(np.int64), len(group), round_bytes
+        )
+        of_box = np.zeros(len(first), np.int64)
+        of_box[mine] = number
+        rows = np.flatnonzero(np.isin(wants.of_row, numbers))
+        here, member = of_box[box[rows]], group.index(rank)
+        lines, ranks, readers = Lines.of(len(group), most_peers), column(group), turns.member[here]
+        reader[rows], source[rows] = ranks[readers], ranks[lines.source(readers, member)]
+        is_near[rows] = readers // lines.width == member // lines.width
+        turn[rows], audience[rows] = before + turns.round[here], len(audiences)
+        places = lines.audience(member)
+        audiences.append(Audience(*(tuple(group[place] for place in some) for some in places)))
+        before += int(turns.round[-1]) + 1
+    return SharedReads(
+        reads,
+        wants.offsets,
+        wants.lengths,
+        readonly(reader),
+        readonly(source),
+        is_near,
+        readonly(audience),
+        tuple(audiences),
+        np.ones(len(reads), bool),
+        readonly(turn),
+    )
+
+
+def _blocks_by_place(
+    reads: ReadItems, metadata: Metadata, files: Ints | None, block_bytes: int
+) -> Ints:
+    """Number the blocks that are read as files hold them: widest elements first, then by name."""
+    located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
+    names = metadata.state_dict_metadata.names
+    by_name = np.empty(len(names), np.int64)
+    by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    file = np.zeros(len(reads), np.int64) if files is None else files
+    keys = [file, -width, by_name[located.entry], located.chunk, located.number]
+    return group_rows(keys)[1]
+
+
+def shared_by_transfers(
+    plan: LoadPlan, metadata: Metadata, rank: int, *, round_bytes: int
+) -> SharedReads:
+    """Share reads as the transfers of a plan say, which the coordinator made; see `share_reads`.
+
+    All tensors of the checkpoint are thought to lie end to end, in order of their names, and are
+    cut into rounds.
+    """
+    moves, own = plan.transfers, len(plan.items)
+    reads = ReadItems.concat([moves.reads, plan.items])
+    targets, to = np.unique(moves.target, return_inverse=True)
+    reader = np.concatenate([moves.source, np.full(own, rank, np.int64)])
+    return SharedReads(
+        reads,
+        reads.storage_offsets,
+        reads.lengths,
+        reader,
+        reader,
+        np.ones(len(reads), bool),
+        np.concatenate([to, np.full(own, len(targets), np.int64)]),
+        (*(Audience((int(t),), (), (int(t),)) for t in targets), Audience()),
+        np.concatenate([moves.target == rank, np.ones(own, bool)]),
+        _rounds_by_name(reads, metadata, round_bytes),
+    )
+
+
+def _rounds_by_name(reads: ReadItems, metadata: Metadata, round_bytes: int) -> Ints:
+    """Return the round of each read, by where it lies in the checkpoint."""
+    entries, axes = metadata.state_dict_metadata, reads.lengths.shape[1]
+    located = locate_reads(metadata, reads)
+    shapes = [*(layout.size for layout in entries.layouts), ()]
+    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+    sizes = column([math.prod(shape) for shape in shapes])[entries.layout] * width
+    by_name = column(sorted(range(len(entries.names)), key=entries.names.__getitem__))
+    start = np.empty_like(sizes)
+    start[by_name] = np.cumsum(sizes[by_name]) - sizes[by_name]
+    extent = padded(shapes, 1, axes)[entries.layout[located.entry]]
+    offsets = reads.storage_anchor + located.start[:, :axes]
+    place = np.zeros(len(reads), np.int64)
+    for axis in range(axes):
+        place = place * extent[:, axis] + offsets[:, axis]
+    rounds: Ints = (start[located.entry] + place * read_widths(reads, metadata)) // round_bytes
+    return rounds
 
 
 def _size(entries: Entries, rows: list[int] | slice) -> int:
@@ -132,263 +549,3 @@ def _size(entries: Entries, rows: list[int] | slice) -> int:
         for (layout, prop), count in Counter(kinds).items()
         if layout >= 0
     )
-
-
-@attrs.frozen
-class Arrival:
-    """A region that another rank sends; ``transfer`` is the row of the plan's transfers."""
-
-    transfer: int
-    source: int
-    dtype: str
-    nbytes: int
-
-
-@attrs.frozen
-class Piece:
-    """A region that this rank reads for others, and perhaps for itself.
-
-    Attributes:
-        read: The row of the round's reads that brings it.
-        offsets, sizes: The region in the box of that read, in elements.
-        nbytes: Its size in bytes.
-        targets: The ranks it is sent to.
-        items: The rows of the plan's own reads that it fills.
-    """
-
-    read: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    nbytes: int
-    targets: tuple[int, ...]
-    items: tuple[int, ...]
-
-
-@attrs.frozen(eq=False)
-class Round:
-    """What a rank does in one round.
-
-    Attributes:
-        arrivals: What it receives, in the order of sending.
-        reads: What it reads from storage, and ``dtypes``, what each read is stored as.
-        pieces: What it sends of that, in the order of sending.
-    """
-
-    arrivals: tuple[Arrival, ...]
-    reads: ReadItems
-    dtypes: tuple[str, ...]
-    pieces: tuple[Piece, ...]
-
-
-@attrs.frozen(eq=False)
-class SharedRounds:
-    """One rank's part of a shared load.
-
-    Attributes:
-        rounds: The rounds in which it reads for others or receives anything, in order.
-        rest: The rows of the plan's own reads that are read straight from storage.
-        read: Bytes of tensors that it reads from storage, for itself and for others.
-    """
-
-    rounds: tuple[Round, ...]
-    rest: tuple[int, ...]
-    read: int
-
-    @property
-    def received(self) -> int:
-        """Bytes that come from other ranks."""
-        return sum(a.nbytes for one in self.rounds for a in one.arrivals)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that go to other ranks."""
-        return sum(p.nbytes * len(p.targets) for one in self.rounds for p in one.pieces)
-
-
-def shared_rounds(
-    plan: LoadPlan,
-    metadata: Metadata,
-    rank: int,
-    *,
-    round_bytes: int,
-    block_bytes: int,
-    max_gap: int = 0,
-) -> SharedRounds:
-    """Order what a rank reads, sends and receives, as all other ranks do.
-
-    Args:
-        plan: The rank's plan, with transfers; see `share_reads`.
-        metadata: The checkpoint.
-        rank: The rank.
-        round_bytes: Bytes of the checkpoint in a round: they are in memory at a time.
-        block_bytes: The most bytes of a block that the checkpoint was hashed with.
-        max_gap: Gaps of up to so many bytes between two ranges are fetched.
-
-    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan, share_reads
-    >>> plan = local_plan({"w": TensorSpec((4,))})
-    >>> metadata = global_plan([plan])[1]
-    >>> plans = share_reads(metadata, min_bytes=1)((load_plan(metadata, plan),) * 2)
-    >>> a, b = (
-    ...     shared_rounds(plan, metadata, rank, round_bytes=64, block_bytes=64)
-    ...     for rank, plan in enumerate(plans)
-    ... )
-    >>> a.rounds[0].pieces[0].targets, a.sent, b.rounds[0].arrivals[0].source, b.received
-    ((1,), 16, 0, 16)
-    """
-    table = _Table.of(plan, metadata, block_bytes, max_gap)
-    number = table.round_numbers(round_bytes)
-    batches, rest = table.batches(rank)
-    coming, going = defaultdict[int, list[int]](list), defaultdict[int, list[_Batch]](list)
-    for row in table.arrivals(rank):
-        coming[number[row]].append(row)
-    for batch in batches:
-        going[number[batch.row]].append(batch)
-    rounds = tuple(table.round(coming[n], going[n]) for n in sorted({*coming, *going}))
-    reads = ReadItems.concat([plan.items.take(column(rest)), *(one.reads for one in rounds)])
-    nbytes = int((reads.numel * _read_widths(reads, metadata)).sum())
-    return SharedRounds(rounds, tuple(rest), nbytes)
-
-
-@attrs.frozen
-class _Batch:
-    """Regions that are read as one: a region alone, or all those that make up a block.
-
-    ``regions`` has the rows of each region; transfers come before own reads.
-    """
-
-    regions: list[list[int]]
-    is_block: bool
-
-    @property
-    def row(self) -> int:
-        """Any row of it."""
-        return self.regions[0][0]
-
-
-@attrs.frozen(eq=False)
-class _Table:
-    """A plan's reads, one row each: those of its transfers, then its own.
-
-    Attributes:
-        plan, metadata: The plan, and the checkpoint.
-        reads, located: The reads, and the blocks they lie in.
-        by_name: The checkpoint's entries in order of their names.
-        width: Bytes of one element.
-        region: Which region of the checkpoint is read; all ranks number them in the same order.
-        fetched: Elements that are fetched if the region is read alone.
-    """
-
-    plan: LoadPlan
-    metadata: Metadata
-    reads: ReadItems
-    located: Located
-    by_name: Ints
-    width: Ints
-    region: Ints
-    fetched: Ints
-
-    @classmethod
-    def of(cls, plan: LoadPlan, metadata: Metadata, block_bytes: int, max_gap: int) -> _Table:
-        """Find the blocks, regions and sizes of all reads."""
-        reads = ReadItems.concat([plan.transfers.reads, plan.items])
-        located, width = locate_reads(metadata, reads, block_bytes), _read_widths(reads, metadata)
-        names = metadata.state_dict_metadata.names
-        by_name = column(sorted(range(len(names)), key=names.__getitem__))
-        where = reads.storage_anchor + reads.storage_offsets
-        _, region = group_rows([np.argsort(by_name)[located.entry], where, reads.lengths])
-        lengths = pad(reads.lengths, located.extents.shape[1], 1)
-        many = fetched(lengths, located.extents, width, max_gap)
-        return cls(plan, metadata, reads, located, by_name, width, region, many)
-
-    def arrivals(self, rank: int) -> list[int]:
-        """Return the rows that come to a rank, in the order in which they are sent."""
-        transfers = self.plan.transfers
-        tensors = transfers.reads.type == LoadItemType.TENSOR.value
-        rows = np.flatnonzero((transfers.target == rank) & tensors)
-        ordered: list[int] = rows[np.argsort(self.region[rows], kind="stable")].tolist()
-        return ordered
-
-    def batches(self, rank: int) -> tuple[list[_Batch], list[int]]:
-        """Return what a rank reads for others, and which of its own reads are left then."""
-        count, region = len(self.plan.transfers), self.region.tolist()
-        mine = np.ones(len(self.reads), bool)
-        mine[:count] = self.plan.transfers.source == rank
-        rows = np.flatnonzero(mine & (self.reads.type == LoadItemType.TENSOR.value))
-        _, block = group_rows([self.located.keys])
-        rows = rows[np.lexsort((self.region[rows], block[rows]))]
-        batches, rest = list[_Batch](), list[int]()
-        for _, same_block in groupby(rows.tolist(), block.tolist().__getitem__):
-            regions = [list(same) for _, same in groupby(same_block, region.__getitem__)]
-            if self._is_block(regions):
-                batches.append(_Batch(regions, is_block=True))
-                continue
-            batches += [_Batch([rows], is_block=False) for rows in regions if rows[0] < count]
-            rest += [row - count for rows in regions if rows[0] >= count for row in rows]
-        return batches, rest
-
-    def _is_block(self, regions: list[list[int]]) -> bool:
-        """Return True if several regions make up a block of a chunk, or fetch as much."""
-        first = [rows[0] for rows in regions]
-        if len(first) == 1 or not self.located.inside[first].all():
-            return False
-        return int(self.fetched[first].sum()) >= int(self.located.numel[first[0]])
-
-    def round_numbers(self, round_bytes: int) -> list[int]:
-        """Return the round of each read, by where its block lies in the checkpoint."""
-        entries, axes = self.metadata.state_dict_metadata, self.reads.lengths.shape[1]
-        shapes = [*(layout.size for layout in entries.layouts), ()]
-        width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-        sizes = column([math.prod(shape) for shape in shapes])[entries.layout] * width
-        start = np.empty_like(sizes)
-        start[self.by_name] = np.cumsum(sizes[self.by_name]) - sizes[self.by_name]
-        extent = padded(shapes, 1, axes)[entries.layout[self.located.entry]]
-        offsets = self.reads.storage_anchor + self.located.start[:, :axes]
-        place = np.zeros(len(self.reads), np.int64)
-        for axis in range(axes):
-            place = place * extent[:, axis] + offsets[:, axis]
-        numbers: list[int] = (
-            (start[self.located.entry] + place * self.width) // round_bytes
-        ).tolist()
-        return numbers
-
-    def round(self, coming: list[int], going: list[_Batch]) -> Round:
-        """Describe a round, given the rows that come and the batches that are read."""
-        source = self.plan.transfers.source
-        arrivals = tuple(
-            Arrival(row, int(source[row]), self._dtype(row), self._nbytes(row)) for row in coming
-        )
-        rows = column([batch.row for batch in going])
-        reads, axes = self.reads.take(rows), self.reads.lengths.shape[1]
-        widen = np.array([batch.is_block for batch in going], bool)[:, None]
-        start, sizes = self.located.start[rows, :axes], self.located.sizes[rows, :axes]
-        reads = attrs.evolve(
-            reads,
-            storage_offsets=readonly(np.where(widen, start, reads.storage_offsets)),
-            lengths=readonly(np.where(widen, sizes, reads.lengths)),
-            frame=None,  # they go into memory of their own first
-        )
-        regions = [(rows, read) for read, batch in enumerate(going) for rows in batch.regions]
-        regions.sort(key=lambda pair: self.region[pair[0][0]])
-        pieces = tuple(self._piece(rows, read, reads) for rows, read in regions)
-        return Round(arrivals, reads, tuple(self._dtype(batch.row) for batch in going), pieces)
-
-    def _piece(self, rows: list[int], read: int, reads: ReadItems) -> Piece:
-        row, count, target = rows[0], len(self.plan.transfers), self.plan.transfers.target
-        axes = int(self.reads.ndim[row])
-        offsets = self.reads.storage_offsets[row] - reads.storage_offsets[read]
-        return Piece(
-            read,
-            tuple(offsets[:axes].tolist()),
-            tuple(self.reads.lengths[row, :axes].tolist()),
-            self._nbytes(row),
-            tuple(int(target[row]) for row in rows if row < count),
-            tuple(row - count for row in rows if row >= count),
-        )
-
-    def _nbytes(self, row: int) -> int:
-        return int(self.reads.numel[row] * self.width[row])
-
-    def _dtype(self, row: int) -> str:
-        entries = self.metadata.state_dict_metadata
-        dtype: str = entries.props[entries.prop[self.located.entry[row]]].dtype
-        return dtype

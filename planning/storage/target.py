@@ -17,7 +17,7 @@ from ..columns.arrays import Ints, column, padded, readonly
 from ..columns.items import Catalog, Head, WriteItems
 from ..mesh import Mesh, Placement, Shard, TensorSpec, as_mesh, world_plans
 from ..metadata import Metadata, TensorMetadata
-from ..passes import Passes, chain
+from ..passes import Passes, Stages, chain, inverse
 from ..plans import SavePlan
 from ..records import WriteItemType
 from ..save import DEFAULT_PASSES, global_plan
@@ -29,7 +29,6 @@ from .write import MAX_SHARD_SIZE, refuse_split, shard_plans
 if TYPE_CHECKING:
     from ..reports.show import PlannerTrace
 
-__all__ = ["Placements", "Target", "Traits", "held_tensors", "plan_target"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]
@@ -46,23 +45,16 @@ _NESTING: Final = ("paths", "empty", "nodes")  # what planner data says of neste
 
 @attrs.frozen(eq=False)
 class Target:
-    """A checkpoint to be made.
+    """A checkpoint to be made."""
 
-    Attributes:
-        plans: What to write; each is written by one process, as if it were a rank.
-        metadata: What the checkpoint will hold.
-        tied: Names that share another's elements, and those others.
-        left_out: Names of values that the format cannot hold.
-        dropped: Names in the old checkpoint of what the planner left out.
-        trace: What each pass of the planner did, if that was asked for.
-    """
-
+    # What to write; each is written by one process, as if it were a rank.
     plans: tuple[SavePlan, ...]
-    metadata: Metadata
+    metadata: Metadata  # what the checkpoint will hold
+    # Names that share another's elements, and those others.
     tied: Mapping[str, str] = attrs.field(factory=dict)
-    left_out: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    trace: PlannerTrace | None = None
+    left_out: tuple[str, ...] = ()  # names of values that the format cannot hold
+    dropped: tuple[str, ...] = ()  # names in the old checkpoint of what the planner left out
+    trace: PlannerTrace | None = None  # what each pass of the planner did, if that was asked for
 
 
 class Traits(Protocol):
@@ -87,7 +79,7 @@ def plan_target(
     processes: int = 1,
     trace: bool = False,
 ) -> Target:
-    """Plan what a conversion writes.
+    """Plan what a conversion writes, or raise ValueError, PlanError or RefusedError.
 
     With a mesh, there is one plan per rank of it. Without one, tensors stay cut as they are, one
     plan per file of the old checkpoint or part of it; a format that holds tensors whole gets them
@@ -99,15 +91,10 @@ def plan_target(
         stored: Where the old checkpoint's chunks lie.
         planner: A pass over the plans, or a list of them.
         mesh: The ranks to shard for.
-        placements: How tensors lie on the mesh; by default all are cut along their first axis,
-            over all axes of the mesh.
+        placements: How tensors lie on the mesh; by default all are cut along their first axis.
         max_shard_size: The most bytes of a file, where there is no mesh.
         processes: How many processes share the work.
         trace: Whether to return what each pass of the planner did.
-
-    Raises:
-        PlanError, RefusedError: There is no correct plan.
-        ValueError: What was asked for does not go together.
     """
     whole = into.whole_tensors
     if mesh is None and placements is not None:
@@ -249,11 +236,7 @@ def _tie_names(
 
 
 def _split_by_file(
-    plan: SavePlan,
-    metadata: Metadata,
-    stored: StoredChunks,
-    max_bytes: int | None,
-    processes: int,
+    plan: SavePlan, metadata: Metadata, stored: StoredChunks, max_bytes: int | None, processes: int
 ) -> tuple[SavePlan, ...]:
     """Divide a plan by the files that its bytes come from, and these by size."""
     items = plan.items
@@ -284,3 +267,34 @@ def _origins(items: WriteItems, metadata: Metadata, stored: StoredChunks) -> tup
     file[real], begin[real] = stored.places.file[chunk[real]], stored.places.begin[chunk[real]]
     file[~real] = min(file[real].tolist(), default=0)
     return file, begin
+
+
+@attrs.frozen(eq=False)
+class Seen:
+    """A checkpoint as the state dict sees it."""
+
+    metadata: Metadata  # the tensors and values of the state dict
+    # The boxes of the checkpoint's tensors that make them up. The names of items are the state
+    # dict's, their sources the checkpoint's whole tensors. A fill is an element that the planner
+    # leaves out, so that the checkpoint does not have it.
+    items: WriteItems
+
+
+def seen_through(metadata: Metadata, planner: Passes[SavePlan]) -> Seen:
+    """Return a checkpoint as the state dict sees it that a planner maps to it.
+
+    Raise ValueError if the planner has no inverse, and PlanError if the checkpoint is not one that
+    it makes.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, local_plan, split
+    >>> metadata = global_plan([local_plan({"q": TensorSpec((4,)), "k": TensorSpec((2,))})])[1]
+    >>> seen_through(metadata, split("qkv", {"q": 4, "k": 2})).metadata
+    Metadata: 1 entry, 24 B
+    name  dtype    shape  chunks
+    qkv   float32  [6]    Grid(0:4:6)
+    """
+    stages = Stages.of(planner, load=True)
+    back = inverse(chain(*stages.own, *stages.rest))
+    (plan,), seen = global_plan([held_tensors(metadata, whole=True)], back)
+    start = readonly(np.zeros_like(plan.items.box_offsets))
+    return Seen(seen, attrs.evolve(plan.items, source_offsets=start))

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, distinct, readonly
+from ..columns.arrays import Ints, column, distinct, pad, readonly
 from ..errors import RefusedError, listed
-from ..geometry.tilings import pad
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 
@@ -31,26 +30,6 @@ if TYPE_CHECKING:
     from ..columns.items import WriteItems
     from ..plans import SavePlan
 
-__all__ = [
-    "MAX_SHARD_SIZE",
-    "Shards",
-    "WritePlan",
-    "assign_shards",
-    "file_name",
-    "file_numbers",
-    "number_shards",
-    "numbers_of",
-    "pack_files",
-    "parse_size",
-    "refuse_split",
-    "save_id_of",
-    "shard_plans",
-    "shards_of",
-    "split_tensors",
-    "table_name",
-    "widest_first",
-    "write_plan",
-]
 
 _SUFFIX: Final = ".safetensors"
 _FILE: Final = re.compile(r"shard-([0-9]+)-model-([0-9]+)-of-([0-9]+)-([^-]+)\.(safetensors|sums)")
@@ -116,25 +95,15 @@ _SHOWN: Final = 20  # rows of a printed plan
 
 @attrs.frozen(eq=False, repr=False)
 class WritePlan(Printed):
-    """What one rank writes where. Columns have one row an item of its save plan.
+    """What one rank writes where. Columns have one row an item of its save plan."""
 
-    Attributes:
-        plan: The save plan.
-        names: The rank's files.
-        file: The file that each item goes to; non-tensor values go to the first one.
-        order: The items by file, and within a file in the order in which they are written.
-        begin: Where each item begins, counted from the end of its file's header, in bytes.
-        nbytes: How many bytes each has.
-        block_bytes: The most bytes of a block.
-    """
-
-    plan: SavePlan
-    names: tuple[str, ...]
-    file: Ints
-    order: Ints
-    begin: Ints
-    nbytes: Ints
-    block_bytes: int
+    plan: SavePlan  # the save plan
+    names: tuple[str, ...]  # the rank's files
+    file: Ints  # the file that each item goes to; non-tensor values go to the first one
+    order: Ints  # the items by file, and within a file in the order in which they are written
+    begin: Ints  # where each item begins, counted from the end of its file's header, in bytes
+    nbytes: Ints  # how many bytes each has
+    block_bytes: int  # the most bytes of a block
 
     def rows(self, number: int) -> Ints:
         """Return the items of one file, in the order in which they are written."""
@@ -174,16 +143,10 @@ def write_plan(
     value_bytes: Mapping[str, int] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> WritePlan:
-    """Plan where each item of a rank's plan is written.
+    """Plan where each item of a rank's plan, as `global_plan` returned it, is written.
 
-    Args:
-        plan: The rank's plan, as `global_plan` returned it.
-        rank: Which rank it is.
-        save_id: The name of the save, part of every file's name.
-        value_bytes: How many bytes non-tensor values take in a file, by name; by default none.
-        block_bytes: The most bytes of a block.
-
-    Of a tensor ``b`` and two halves of ``w``, the second half has a file of its own:
+    Non-tensor values take ``value_bytes`` in a file, by name; by default none. Of a tensor ``b``
+    and two halves of ``w``, the second half has a file of its own:
 
     >>> from shardplan.planning import TensorSpec, local_plan, split_chunks
     >>> sd = {"b": TensorSpec((2,), "bfloat16"), "w": TensorSpec((4,))}
@@ -263,9 +226,6 @@ def parse_size(size: int | str) -> int:
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(1000)
     (5000000000, 1572864, 1000)
-
-    Raises:
-        ValueError: It is not a size.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
@@ -281,17 +241,11 @@ def parse_size(size: int | str) -> int:
 
 @attrs.frozen
 class Shards:
-    """The files of one rank.
+    """The files of one rank."""
 
-    Attributes:
-        first: The number of its first file among those of all ranks, from 0.
-        count: How many files all ranks write.
-        names: The tensors of each of its files.
-    """
-
-    first: int
-    count: int
-    names: tuple[tuple[str, ...], ...]
+    first: int  # the number of its first file among those of all ranks, from 0
+    count: int  # how many files all ranks write
+    names: tuple[tuple[str, ...], ...]  # the tensors of each of its files
 
 
 def assign_shards(
@@ -328,10 +282,8 @@ def number_shards(
 ) -> tuple[SavePlan, ...]:
     """Note in the plans of all ranks which files each writes; `shards_of` reads it.
 
-    Names in ``tied`` share another's elements, and take no room.
-
-    Raises:
-        RefusedError: Some tensor is not whole on a rank.
+    Names in ``tied`` share another's elements, and take no room. Raise RefusedError if a tensor is
+    not whole on a rank.
     """
     refuse_split(plans)
     tied = tied or {}

@@ -6,17 +6,18 @@ They move real values, element by element, and count. Use small tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..geometry.axes import Cut, canonical, cut, cut_source
 from ..geometry.tilings import Chunk
+from ..passes import chain, pad, permute, rename, reshape, split, trim
+from ..passes.base import Step
 from ..plans import LoadPlan, SavePlan
-from ..records import MetadataIndex, TensorWriteData, WriteItem, WriteItemType
+from ..records import WriteItem
 from .elements import item_elements, pairs, plus
 
 __all__ = ["Framing", "assert_accounted", "filled", "framed", "written"]
@@ -141,6 +142,24 @@ class Framing:
     keeps: bool
     pads: int
 
+    def passes(self, name: str) -> Step[SavePlan]:
+        """Return the passes that change a tensor so, where a rank holds any of it."""
+        first, second, rest = f"{name}.0", f"{name}.1", self.merged[self.axis] - self.at
+        turned = [
+            reshape(name, self.split, required=False),
+            permute(name, self.order, required=False),
+            reshape(name, self.merged, required=False),
+        ]
+        parted = [
+            trim(name, axis=self.axis, to=self.at, required=False),
+            rename({name: first}, required=False),
+        ]
+        if self.keeps:
+            parted = [split(name, {first: self.at, second: rest}, self.axis, required=False)]
+        length = self.at + self.pads
+        padded = pad(first, axis=self.axis, to=length, value=7, required=False)
+        return chain(*turned, *parted, *([padded] if self.pads else []))
+
     def of(self, name: str, tensor: Array) -> Arrays:
         """Return the checkpoint's tensors; padding is 7."""
         turned = tensor.reshape(self.split).transpose(self.order).reshape(self.merged)
@@ -152,65 +171,5 @@ class Framing:
 
 def framed(plan: SavePlan, framings: Mapping[str, Framing]) -> SavePlan:
     """Return a plan with its tensors changed as stated, by name; others stay as they are."""
-    items: list[WriteItem] = []
-    left_out: list[WriteItem] = []
-    padding: dict[str, WriteItem] = {}
-    for item in plan.items:
-        framing = framings.get(item.index.fqn)
-        if framing is None or item.tensor_data is None:
-            items.append(item)
-            continue
-        for number, piece in _pieces(framing, item.tensor_data.chunk):
-            made = _item(framing, item, number, piece)
-            (items if number == 0 or framing.keeps else left_out).append(made)
-        if framing.pads:
-            padding.setdefault(item.index.fqn, _fill(framing, item))
-    return attrs.evolve(plan, items=[*items, *padding.values()], held=plan.holds, left_out=left_out)
-
-
-def _pieces(framing: Framing, held: Chunk) -> Iterator[tuple[int, Cut]]:
-    """Yield the parts of a held box in either part of the tensor, in global frames."""
-    axes = canonical(framing.split, framing.order, framing.shape, framing.merged)
-    for piece in cut_source(axes, framing.shape, framing.merged, held.offsets, held.sizes):
-        low = piece.chunk_offsets[framing.axis]
-        high = low + piece.chunk_sizes[framing.axis]
-        for number, (start, end) in enumerate([(0, framing.at), (framing.at, high)]):
-            first, last = max(low, start), min(high, end)
-            if first >= last:
-                continue
-            offsets = _put(piece.chunk_offsets, framing.axis, first)
-            sizes = _put(piece.chunk_sizes, framing.axis, last - first)
-            within = tuple(a - b for a, b in zip(offsets, piece.chunk_offsets, strict=True))
-            for part in cut(piece.axes, piece.box_sizes, piece.chunk_sizes, within, sizes):
-                chunk = plus(piece.chunk_offsets, part.chunk_offsets)
-                moved = _put(chunk, framing.axis, chunk[framing.axis] - start)
-                box = plus(piece.box_offsets, part.box_offsets)
-                yield number, part._replace(box_offsets=box, chunk_offsets=moved)
-
-
-def _item(framing: Framing, item: WriteItem, number: int, piece: Cut) -> WriteItem:
-    data, box = item.tensor_data, Chunk(piece.box_offsets, piece.box_sizes)
-    assert data is not None
-    if number == 1 and not framing.keeps:
-        mine = attrs.evolve(data, chunk=box)
-        return WriteItem(MetadataIndex(item.index.fqn), item.type, mine, item.source)
-    size = list(framing.merged)
-    size[framing.axis] = (framing.at + framing.pads, size[framing.axis] - framing.at)[number]
-    chunk = Chunk(piece.chunk_offsets, piece.chunk_sizes)
-    mine = TensorWriteData(chunk, data.properties, size)
-    index = MetadataIndex(f"{item.index.fqn}.{number}")
-    return WriteItem(index, WriteItemType.SHARD, mine, item.source, box, piece.axes)
-
-
-def _fill(framing: Framing, item: WriteItem) -> WriteItem:
-    assert item.tensor_data is not None
-    size = _put(framing.merged, framing.axis, framing.at + framing.pads)
-    offsets = _put((0,) * len(size), framing.axis, framing.at)
-    chunk = Chunk(offsets, _put(size, framing.axis, framing.pads))
-    data = TensorWriteData(chunk, item.tensor_data.properties, size)
-    index = MetadataIndex(f"{item.index.fqn}.0")
-    return WriteItem(index, WriteItemType.SHARD, data, item.source, fill=7)
-
-
-def _put(values: Sequence[int], axis: int, value: int) -> tuple[int, ...]:
-    return (*values[:axis], value, *values[axis + 1 :])
+    done = chain(*(framing.passes(name) for name, framing in framings.items()))((plan,))[0]
+    return attrs.evolve(done, held=plan.holds, left_out=done.left_out or ())

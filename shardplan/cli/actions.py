@@ -26,7 +26,6 @@ from .screen import (
     Json,
     Placements,
     checkpoint,
-    complete_name,
     counting,
     parse_bytes,
     print_json,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     import torch
 
     from shardplan._checkpoint import SavedTensor
-
-__all__ = ["Format", "cat", "convert", "demo", "diff", "parse_key", "prune", "verify"]
 
 _INDEXED: Final = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 _EDGE: Final = 3  # elements shown at each end of a long axis
@@ -302,7 +299,7 @@ def demo(
 
 def cat(
     ckpt: Ckpt,
-    key: Annotated[str, Argument(metavar="KEY", help=_KEY, autocompletion=complete_name)],
+    key: Annotated[str, Argument(metavar="KEY", help=_KEY)],
     everything: Annotated[bool, Option("--all", help="Show all elements, however many.")] = False,
     precision: Annotated[int, Option(min=0, help="Digits shown.")] = 4,
     json: Json = False,

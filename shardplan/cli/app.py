@@ -21,8 +21,6 @@ from shardplan.planning import EXTRAS
 
 from .screen import BAD
 
-__all__ = ["app", "message"]
-
 _INTERRUPTED: Final = 130
 _NO_READER: Final = 141
 _EXIT_CODES: Final = (

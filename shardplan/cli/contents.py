@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +20,8 @@ from shardplan.planning.geometry import Tiling
 
 from .screen import waiting
 
-__all__ = ["Contents", "Total", "choose", "continuations", "hint", "open_contents"]
-
 _SMALL: Final = 4096  # the largest value, in bytes, to read for display
 _FEW: Final = 64  # the most values to read for display, one request each
-_HARMLESS: Final = re.compile(r"[\w.][\w.,/@%+=:-]*")
 _log = logging.getLogger("shardplan.cli")
 
 
@@ -156,24 +152,6 @@ def choose(pattern: str, names: Sequence[str]) -> list[int]:
     start = f"{pattern.rstrip('.')}."
     rows = [row for row, n in enumerate(names) if n == pattern or n.startswith(start)]
     return rows or [row for row, name in enumerate(names) if fnmatchcase(name, pattern)]
-
-
-def continuations(start: str, names: Iterable[str]) -> list[str]:
-    """Return the shell completions of the start of a name, up to the next dot.
-
-    >>> continuations("layers.", ["layers.0.w", "layers.1.w", "step"])
-    ['layers.0', 'layers.1']
-
-    Names with characters that mean something to a shell are not offered, since a shell treats a
-    completion as if the user had typed it.
-
-    >>> continuations("", ["step", "$(reboot)", "a b", "-x"])
-    ['step']
-    """
-    steps = start.count(".") + 1
-    matching = (name for name in names if name.startswith(start))
-    offers = dict.fromkeys(".".join(name.split(".")[:steps]) for name in matching)
-    return [offer for offer in offers if _HARMLESS.fullmatch(offer)]
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:

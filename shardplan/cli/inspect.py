@@ -6,7 +6,7 @@ become ``layers.0–79.w`` if all below them is equal: names, shapes, dtypes and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,7 +18,6 @@ from shardplan.planning import counted, cut_text, human_bytes, runs_text
 from .screen import (
     Ckpt,
     Json,
-    complete_name,
     cut,
     print_json,
     record_json,
@@ -31,10 +30,7 @@ from .screen import (
 if TYPE_CHECKING:
     from .contents import Contents, Total
 
-__all__ = ["Branch", "branches", "inspect"]
-
 _LINES: Final = 200  # lines of names or chunks without --all
-_PREFIXES: Final = 12
 _WIDE: Final = 100  # characters of a value
 _NAME: Final = 20  # characters that names keep, however narrow the terminal is
 _DEEPEST: Final = 32  # steps of a name; deeper ones stay in one piece
@@ -47,9 +43,7 @@ Cells = tuple[Sequence[str], list[tuple[str, ...]]]
 
 def inspect(
     ckpt: Ckpt,
-    pattern: Annotated[
-        str | None, Argument(metavar="[PATTERN]", help=_ONLY, autocompletion=complete_name)
-    ] = None,
+    pattern: Annotated[str | None, Argument(metavar="[PATTERN]", help=_ONLY)] = None,
     chunks: Annotated[
         bool, Option("--chunks", help="List the chunks of each tensor, and their files.")
     ] = False,
@@ -68,8 +62,7 @@ def inspect(
     JSON keys: path, format, save_id, created (seconds since 1970, or null), bytes, chunks, files
     (name; bytes or null), tensors (name, shape, dtype, bytes, chunks, grid: chunks per axis or
     null, files: how many, or null; with --chunks also chunk_list: offsets, sizes, bytes, file),
-    values (name; value if it is small, as `cat` writes it), by_dtype and by_prefix (tensors,
-    bytes).
+    values (name; value if it is small, as `cat` writes it), by_dtype (tensors, bytes).
 
     Example: shardplan inspect s3://bucket/step-100 'model.*norm*'
     """
@@ -199,45 +192,23 @@ def _chunk_list(contents: Contents, row: int) -> list[dict[str, Any]]:
 
 def _by_dtype(contents: Contents) -> dict[str, Total]:
     """Return the totals of each dtype, the largest first."""
-    return _grouped(contents, map(contents.dtype, contents.tensors))
-
-
-def _by_prefix(contents: Contents) -> dict[str, Total]:
-    """Return the totals of each prefix, where names first differ, the largest first."""
-    names = [contents.entries.names[row].split(".") for row in contents.tensors]
-    shared = 0
-    while names and all(len(n) > shared + 1 and n[shared] == names[0][shared] for n in names):
-        shared += 1
-    return _grouped(contents, (".".join(steps[: shared + 1]) for steps in names))
-
-
-def _grouped(contents: Contents, keys: Iterable[str]) -> dict[str, Total]:
     groups: dict[str, list[int]] = {}
-    for row, key in zip(contents.tensors, keys, strict=True):
-        groups.setdefault(key, []).append(row)
+    for row in contents.tensors:
+        groups.setdefault(contents.dtype(row), []).append(row)
     totals = {key: contents.total(rows) for key, rows in groups.items()}
     return dict(sorted(totals.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
 
 
 def _totals(contents: Contents) -> Iterator[str]:
-    """Yield the totals by dtype and by prefix."""
-    if not contents.tensors:
-        return
-    yield _total_table("dtype", _by_dtype(contents))
-    prefixes = _by_prefix(contents)
-    if len(prefixes) > 1 and not all(name.rpartition(".")[2].isdecimal() for name in prefixes):
-        yield "\n" + _total_table("prefix", prefixes)
-        if len(prefixes) > _PREFIXES:
-            yield f"… {len(prefixes) - _PREFIXES:,} more"
-
-
-def _total_table(what: str, totals: Mapping[str, Total]) -> str:
+    """Yield the totals by dtype."""
+    totals = _by_dtype(contents)
     everything = sum(total.nbytes for total in totals.values()) or 1
     rows = [
         (name, f"{t.tensors:,}", human_bytes(t.nbytes), f"{t.nbytes / everything:.1%}")
         for name, t in totals.items()
     ]
-    return table((what, "tensors", "bytes", "share"), rows[:_PREFIXES])
+    if rows:
+        yield table(("dtype", "tensors", "bytes", "share"), rows)
 
 
 def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
@@ -258,7 +229,6 @@ def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
             for row in contents.values
         ],
         "by_dtype": {key: record_json(total) for key, total in _by_dtype(contents).items()},
-        "by_prefix": {key: record_json(total) for key, total in _by_prefix(contents).items()},
     }
 
 

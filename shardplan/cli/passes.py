@@ -1,23 +1,18 @@
-"""Passes on the command line: ``--select``, ``--drop``, ``--rename``, ``--cast``, ``--planner``.
-
-They run in this order, whatever the order in which they are given: what is left out needs no new
-name, and a planner gets the new names. Several of one kind run in the order that they are given in.
-"""
+"""Passes on the command line, which run in this order: what is left out needs no new name."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from inspect import Parameter, signature
+from pkgutil import resolve_name
 from typing import Annotated, Any, Final
 
 from typer import Option
 
 from shardplan.planning import (
-    ITEMSIZE,
     Pass,
     Passes,
     SavePlan,
@@ -25,51 +20,31 @@ from shardplan.planning import (
     chain,
     drop,
     dtype_name,
-    nearest_hint,
-    nearest_names,
     rename,
     select,
 )
 
-from .screen import complete_name
-
-__all__ = ["Cast", "Drop", "PlannerName", "Rename", "Select", "import_planner", "parse_passes"]
-
 _NEEDED: Final = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _complete_dtype(incomplete: str) -> list[str]:
-    return [name for name in ITEMSIZE if name.startswith(incomplete)]
-
-
-def _many(name: str, metavar: str, about: str, complete: Any = None) -> Any:
+def _many(name: str, metavar: str, about: str) -> Any:
     """Return an option that may be given several times."""
-    return Option(
-        name,
-        metavar=metavar,
-        help=about,
-        default_factory=list,
-        show_default=False,
-        autocompletion=complete,
-    )
+    return Option(name, metavar=metavar, help=about, default_factory=list, show_default=False)
 
 
 Select = Annotated[
-    list[str], _many("--select", "PATTERN", "Keep only names that match: 'model.*'.", complete_name)
+    list[str], _many("--select", "PATTERN", "Keep only names that match: 'model.*'.")
 ]
-Drop = Annotated[
-    list[str], _many("--drop", "PATTERN", "Leave out names that match: 'optim.*'.", complete_name)
-]
+Drop = Annotated[list[str], _many("--drop", "PATTERN", "Leave out names that match: 'optim.*'.")]
 Rename = Annotated[
     list[str], _many("--rename", "OLD=NEW", "Rename; * carries over: '*.wq=*.q_proj'.")
 ]
 Cast = Annotated[
     list[str],
-    _many("--cast", "DTYPE", "Cast floats (or integers) to a dtype: bfloat16.", _complete_dtype),
+    _many("--cast", "DTYPE", "Cast floats (or integers) to a dtype: bfloat16."),
 ]
 PlannerName = Annotated[
-    str | None,
-    Option("--planner", metavar="MODULE:NAME", help="A planner of your own, run last."),
+    str | None, Option("--planner", metavar="MODULE:NAME", help="A planner of your own, run last.")
 ]
 
 
@@ -124,7 +99,7 @@ def _cast(text: str) -> Pass[SavePlan]:
 
 
 def import_planner(text: str) -> Passes[SavePlan]:
-    """Import a planner, or a function without arguments that returns one.
+    """Import a planner, or call a function without arguments that returns one.
 
     Modules are found as ``python -m`` finds them: in the working directory, then on PYTHONPATH.
 
@@ -135,7 +110,15 @@ def import_planner(text: str) -> Passes[SavePlan]:
     name, colon, path = text.partition(":")
     if not colon or not name or not path:
         raise ValueError(f"--planner {text!r}: write MODULE:NAME, as in my_planners:for_export")
-    value = _attribute(_module(name, text), path, text)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        value = resolve_name(text)
+    except AttributeError as error:
+        raise ValueError(f"--planner {text!r}: {error}") from error
+    except Exception as error:
+        why = f"{type(error).__name__}: {error} (looked in {here} and on PYTHONPATH)"
+        raise ImportError(f"--planner {text!r}: importing {name} failed: {why}") from error
     if not _is_factory(value):
         return value  # type: ignore[no-any-return]
     try:
@@ -151,38 +134,6 @@ def _flat(text: str, planner: Passes[SavePlan]) -> tuple[Pass[SavePlan], ...]:
         return (chain(planner),)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--planner {text!r} names no planner: {error}") from None
-
-
-def _module(name: str, text: str) -> Any:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            where = f"in {here} or on PYTHONPATH"
-            raise ImportError(f"--planner {text!r}: no module {error.name!r} {where}") from None
-        raise ImportError(f"--planner {text!r}: importing {name} failed: {error}") from error
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise ImportError(f"--planner {text!r}: importing {name} failed: {why}") from error
-
-
-def _attribute(module: Any, path: str, text: str) -> Any:
-    value = module
-    for name in path.split("."):
-        try:
-            value = getattr(value, name)
-        except AttributeError:
-            near = nearest_hint(nearest_names(name, _public(value)))
-            owner = getattr(value, "__name__", type(value).__name__)
-            raise ValueError(f"--planner {text!r}: {owner} has no {name!r}{near}") from None
-    return value
-
-
-def _public(value: object) -> Iterator[str]:
-    return (name for name in dir(value) if not name.startswith("_"))
 
 
 def _is_factory(value: object) -> bool:

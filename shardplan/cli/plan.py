@@ -60,8 +60,6 @@ from .screen import (
     width,
 )
 
-__all__ = ["Placing", "fitting", "parse_mesh", "parse_placements", "place", "plan"]
-
 _MOST: Final = 1 << 20  # ranks; the columns of more would not fit into memory
 _MOST_ITEMS: Final = 1 << 22  # of all ranks together, to run passes over
 _MESH: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")

@@ -24,27 +24,6 @@ from typer import Argument, Option
 
 from shardplan.planning import Table
 
-__all__ = [
-    "BAD",
-    "FOUND",
-    "Ckpt",
-    "Json",
-    "Placements",
-    "checkpoint",
-    "complete_name",
-    "counting",
-    "cut",
-    "parse_bytes",
-    "plain",
-    "print_json",
-    "record_json",
-    "safe",
-    "show",
-    "table",
-    "waiting",
-    "width",
-]
-
 FOUND: Final = 1  # the exit code if there are differences, or damage
 BAD: Final = 2  # the exit code if the command could not be carried out
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
@@ -65,19 +44,6 @@ def _exists(path: str) -> str:
 def checkpoint(metavar: str, about: str) -> Any:
     """Return an argument that names an existing checkpoint."""
     return Argument(metavar=metavar, help=about, show_default=False, callback=_exists)
-
-
-def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return shell completions of a name in the checkpoint; none if it cannot be opened."""
-    from .contents import continuations, open_contents
-
-    try:
-        known = ctx.params.get("ckpt") or ctx.params.get("source")
-        given = known or ctx.args[0]  # of an option, the arguments before it are not parsed yet
-        names = open_contents(given).entries.names
-    except Exception:  # no errors while typing
-        return []
-    return continuations(incomplete, names)
 
 
 _ANY: Final = "A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://."

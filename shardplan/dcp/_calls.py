@@ -182,5 +182,5 @@ def comm_of(
     key = (group, coordinator, private)
     if key == (None, 0, False):
         return as_comm(None)
-    job = _jobs.setdefault(key, JobComm(private, chosen=group, coordinator=coordinator))
+    job = _jobs.setdefault(key, JobComm(chosen=group, coordinator=coordinator))
     return job.take()

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 
+from shardplan._comm import Place, world_group
 from shardplan._memory import blanks, refuse_unfillable, tied_names
 from shardplan._state import put, refilled
 from shardplan.io import (
@@ -62,15 +63,6 @@ from shardplan.planning.storage import partly_filled
 
 from .records import framed_number, framed_reads, from_torch, to_torch
 
-__all__ = [
-    "PipelineLoadPlanner",
-    "UnsafeValueError",
-    "as_torch_load_planner",
-    "as_torch_save_planner",
-    "dump_value",
-    "load_value",
-]
-
 
 class UnsafeValueError(TypeError):
     """A value that cannot be loaded without running code; its message goes after the key."""
@@ -115,20 +107,14 @@ def as_torch_save_planner(
 ) -> torch_plans.SavePlanner:
     """Return a planner for ``torch.distributed.checkpoint.save`` that runs a pipeline of passes.
 
-    The plan is that of `save`: each rank runs its rank passes over its own plan; from the first
-    world pass on, torch's coordinator runs the rest over all plans; then each replica is written
-    once. The pipeline decides names, dtypes and chunks, so torch loads the result without a
-    planner, into a state dict that has these names. All checks of `global_plan` are made.
-
-    Keys are flattened by `flatten`, which differs from torch in two cases: the tensors of a tuple
-    are saved one by one, as torch does for a list; a numpy array is saved as a tensor. An empty
-    dict is saved where torch does not look for it.
+    The plan is that of `save`, with all its checks. The pipeline decides names, dtypes and chunks,
+    so torch loads the result without a planner, into a state dict that has these names. Unlike
+    torch, `flatten` saves the tensors of a tuple one by one, and numpy arrays as tensors.
 
     Args:
         pipeline: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load
             through `as_torch_load_planner` with the same one to get the names and dtypes back.
-            Where torch saves in another process, the pipeline is pickled, so its arguments must
-            not be lambdas.
+            Where torch saves in another process it is pickled, so it must hold no lambdas.
         process_group: The group that torch is given; by default all ranks. Passes see their rank
             in it.
 
@@ -152,24 +138,11 @@ def as_torch_save_planner(
     return _SavePlanner(Stages.of(pipeline), process_group)
 
 
-@attrs.frozen
-class _Place:
-    """The rank of this process, and how many ranks there are."""
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, process_group: Any) -> _Place:
-        """Ask torch; without a process group there is one rank."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return cls(0, 1)
-        ranks = torch.distributed.get_world_size(process_group)
-        return cls(torch.distributed.get_rank(process_group), ranks)
-
-    def mark(self, plan: SavePlan) -> SavePlan:
-        """Return a plan that knows its rank."""
-        return attrs.evolve(plan, rank=self.rank, world_size=self.world_size)
+def _placed(process_group: Any, plan: SavePlan) -> SavePlan:
+    """Return a plan that knows its rank; without a process group there is one rank."""
+    group = process_group or world_group()
+    place = Place(0, 1) if group is None else Place(group.rank(), group.size())
+    return attrs.evolve(plan, rank=place.rank, world_size=place.ranks)
 
 
 def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
@@ -212,7 +185,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         self._local = local_plan(state_dict)
 
     def create_local_plan(self) -> torch_plans.SavePlan:
-        local = _Place.of(self._group).mark(self._local)
+        local = _placed(self._group, self._local)
         plan: torch_plans.SavePlan = to_torch(chain(*self._stages.own)((local,))[0])
         return plan
 
@@ -282,9 +255,7 @@ def as_torch_load_planner(
 ) -> PipelineLoadPlanner:
     """Return a planner for ``torch.distributed.checkpoint.load`` that runs a pipeline of passes.
 
-    The plan is that of `load`: each rank runs its rank passes over its own plan, and torch's
-    coordinator the rest from the first world pass on; passes that only choose who writes are
-    skipped. Non-tensor values are loaded only if that runs no code.
+    The plan is that of `load`. Non-tensor values are loaded only if that runs no code.
 
     Args:
         pipeline: The pass, or the list of passes, that the checkpoint was saved with, or one that
@@ -363,7 +334,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     def create_local_plan(self) -> torch_plans.LoadPlan:
         """Plan this rank's reads, or return its plan if a pass needs those of all ranks first."""
-        local = _Place.of(self._group).mark(local_plan(self._sd, whole=self._whole))
+        local = _placed(self._group, local_plan(self._sd, whole=self._whole))
         (plan,) = chain(*self._stages.own)((local,))
         self.tied = tied_names(plan, self._flat, self._metadata)
         self._held = plan

@@ -22,10 +22,6 @@ from shardplan.planning.geometry import Axes
 
 from .. import planning as ours
 
-__all__ = [
-    "StorageInfo", "StoragePrefix", "framed_number", "framed_reads", "from_torch", "to_torch",
-]  # fmt: skip
-
 _OURS: Final = ("shardplan",)  # in torch's data: our original; no name is a tuple
 _THEIRS: Final = "torch"  # in our data: torch's original
 _KEYS: Final = ("missing", "unexpected", "dropped")  # fields of a key report that are names

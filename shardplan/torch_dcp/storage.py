@@ -41,8 +41,6 @@ from shardplan.planning import (
 from .planners import UnsafeValueError, dump_value, load_value
 from .records import from_torch, to_torch
 
-__all__ = ["as_torch_storage_reader", "as_torch_storage_writer"]
-
 Place = str | os.PathLike[str] | Store
 T = TypeVar("T")
 
@@ -52,9 +50,8 @@ def as_torch_storage_writer(
 ) -> StorageWriter:
     """Return a writer for ``torch.distributed.checkpoint.save`` that writes our own format.
 
-    Any planner may be used, torch's default one too. Its plans are checked as `global_plan` checks
-    them: every element is written once, by one rank. The checkpoint appears, whole, when the last
-    rank has written and the coordinator commits. It has checksums and no pickle.
+    Any planner may be used; its plans are checked as `global_plan` checks them. The checkpoint
+    appears, whole, when the coordinator commits. It has checksums and no pickle.
 
     Args:
         path: A folder that will hold the checkpoint, on a disk or in an object store.
@@ -244,8 +241,8 @@ def as_torch_storage_reader(
 ) -> StorageReader:
     """Return a reader for ``torch.distributed.checkpoint.load`` of checkpoints of any known format.
 
-    Any planner may be used, torch's default one too. Each rank reads just the bytes that its plan
-    needs. Non-tensor values are loaded without running code, and pickled anew for the planner.
+    Any planner may be used. Each rank reads just the bytes that its plan needs. Non-tensor values
+    are loaded without running code, and pickled anew for the planner.
 
     Args:
         path: The checkpoint.

@@ -17,7 +17,7 @@ from shardplan.planning import (
 )
 
 FEW = st.sampled_from(["", "a", "b"])
-OFFERS = st.lists(st.builds(SaveOffer, FEW, FEW, FEW, FEW, FEW, FEW), min_size=1, max_size=4)
+OFFERS = st.lists(st.builds(SaveOffer, FEW, FEW, FEW, FEW, FEW, FEW, FEW), min_size=1, max_size=4)
 TABLES = st.lists(
     st.dictionaries(st.sampled_from(["x", "y", "y\0 at [2]"]), st.integers(0, 2)),
     min_size=1,
@@ -31,7 +31,10 @@ def test_a_plan_is_gathered_unless_all_ranks_have_the_same_one(offers, coordinat
     verdict = compare_saves(offers, range(len(offers)), coordinator)
     pairs = list(combinations(offers, 2))
     cached = all(o.cached for o in offers) and all(a.cached == b.cached for a, b in pairs)
-    derived = all(o.derived for o in offers) and all(a.derived == b.derived for a, b in pairs)
+    kinds = [[offer.described for offer in offers], [offer.templated for offer in offers]]
+    tags = min(kinds, key=lambda tags: len({*tags}))
+    assert verdict.by_template == (tags is kinds[1])
+    derived = "" not in tags and (len({*tags}) == 1 or 2 * len({*tags}) <= len(tags))
     assert verdict.how == ("cached" if cached else "derived" if derived else "gathered")
     assert verdict.save_id == offers[coordinator].save_id
     same = all((a.target, a.passes) == (b.target, b.passes) for a, b in pairs)

@@ -261,7 +261,7 @@ def test_why_says_from_where_an_element_comes(world):
 def test_plans_print_the_boxes_of_the_state_dict():
     plan = plan_of(w=turned(pads=1))
     assert str(plan.items and plan).splitlines()[2].split() == [
-        *("w.0", "←", "w[0:2,", "0:3]", "SHARD", "float32", "[4,", "2]", "[0:3,", "0:2]")
+        *("w.0", "←", "w[0:2,", "0:3]", "TENSOR", "float32", "[4,", "2]", "[0:3,", "0:2]")
     ]
     assert "w.0 ← 7" in str(plan)
     _, metadata = global_plan([plan])

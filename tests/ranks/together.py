@@ -307,7 +307,7 @@ def groups(rank):
 
 
 def twin():
-    """A group without gloo gets gloo connections between the same ranks, once."""
+    """A group whose backend moves nothing."""
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
@@ -315,19 +315,29 @@ def twin():
     if dist.get_rank() == 0:
         return {}
     comms = [torch_comm(other, timeout=20) for _ in range(2)]
-    values = [exchange(comm, 10_000) for comm in comms]
-    return {"values": values, "shared": comms[0]._wire.group is comms[1]._wire.group}
+    values = [exchange(comm, 10_000) | {"around": around(comm, 10_000)} for comm in comms]
+    return {"values": values}
 
 
 def pieces():
-    """Messages that go in many pieces."""
-    from shardplan.dist import transport as wire
+    """Messages that go in many pieces through the store, or directly."""
+    from shardplan.dist import rendezvous
 
-    whole, wire.PIECE = wire.PIECE, 1000
+    whole, rendezvous.PIECE = rendezvous.PIECE, 1000
     try:
-        return exchange(torch_comm(timeout=20), 100_001)
+        comm = torch_comm(timeout=20)
+        return exchange(comm, 100_001) | {"around": around(comm, (9 << 20) + 1)}
     finally:
-        wire.PIECE = whole
+        rendezvous.PIECE = whole
+
+
+def around(comm, size):
+    """Send the next rank some bytes, and return whether those of the one before came."""
+    n, came = comm.world_size, bytearray(size)
+    sent = comm.send((comm.rank + 1) % n, memoryview(pattern(comm.rank, size)))
+    comm.receive((comm.rank - 1) % n, memoryview(came)).wait()
+    sent.wait()
+    return came == pattern((comm.rank - 1) % n, size)
 
 
 def leftovers():

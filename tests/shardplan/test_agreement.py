@@ -161,7 +161,7 @@ def test_a_change_on_any_single_rank_makes_all_plan_again(change, victim):
 
     hows = [saves.save(named(s))[0] for s in (unchanged, unchanged, changed, changed, unchanged)]
     # The last time, the others remember a plan with the change.
-    assert hows == ["gathered", "cached", "gathered", "cached", "gathered"]
+    assert hows == ["derived", "cached", "gathered", "cached", "gathered"]
     assert set(shardplan.open_checkpoint(saves.store).keys()) == {
         name for rank in range(WORLD) for name in named(unchanged)(rank)
     }
@@ -393,7 +393,7 @@ def test_an_agreement_is_the_same_however_it_came_about(monkeypatch):
         return agree(comm, lambda: begun, **options).agreement
 
     derived = run_ranks(WORLD, agreed)
-    monkeypatch.setattr("shardplan._offers.described_plans", lambda *args: None)
+    monkeypatch.setattr("shardplan._offers.describe", lambda *args: None)
     gathered = run_ranks(WORLD, agreed)
     assert {a.how for a in derived} == {"derived"}
     assert {a.how for a in gathered} == {"gathered"}

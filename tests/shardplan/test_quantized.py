@@ -14,7 +14,7 @@ import shardplan
 from shardplan.cli.app import app
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import FormatError, Pool
-from shardplan.io.execute import read
+from shardplan.io.execute import dequantize as reading
 from shardplan.planning import (
     Mesh,
     PlanError,
@@ -165,7 +165,7 @@ def test_any_box_is_read_with_the_scales_that_concern_it(model, data):
         shape = tuple(expected[name].shape)
         state[name] = Boxes(shape, torch.bfloat16, [data.draw(chunks(shape))])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "PART", part)
+        patch.setattr(reading, "PART", part)
         shardplan.load(state, folder, planner=dequantize())
     for name, boxes in state.items():
         boxes.check(expected[name])
@@ -199,7 +199,7 @@ def test_ranks_read_their_parts_and_may_read_for_each_other(model, share):
 @pytest.mark.parametrize("part", [50, 1 << 20])
 def test_an_open_checkpoint_shows_and_reads_what_the_tensors_stand_for(model, part, monkeypatch):
     folder, expected = model
-    monkeypatch.setattr(read, "PART", part)
+    monkeypatch.setattr(reading, "PART", part)
     same(shardplan.restore(folder, planner=dequantize("float32")), expected)
     checkpoint = shardplan.open_checkpoint(folder, planner=dequantize("float32"))
     assert list(checkpoint) == sorted(expected)
@@ -294,7 +294,7 @@ def test_a_checkpoint_that_was_converted_quantised_is_dequantised_later(model, t
 def test_a_conversion_checks_every_chunk_that_it_reads(model, tmp_path, key, monkeypatch):
     folder, expected = model
     shardplan.convert(folder, tmp_path / "b", mesh=Mesh(dp=2))
-    monkeypatch.setattr(read, "PART", 50)
+    monkeypatch.setattr(reading, "PART", 50)
     planner = dequantize(block=(4, 8))
     report = shardplan.convert(tmp_path / "b", tmp_path / "c", format="hf", planner=planner)
     same(shardplan.restore(tmp_path / "c"), expected)
@@ -317,12 +317,12 @@ def damage(folder, key):
 def test_memory_is_bounded_however_large_a_tensor_is(tmp_path, monkeypatch):
     values = torch.ones(1024, 1024).to(torch.float8_e4m3fn)
     save_file({"w": values, "w_scale_inv": torch.full((8, 8), 0.5)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr(read, "PART", 1 << 14)
-    monkeypatch.setattr(read, "PART_BYTES", 16 << 14)
+    monkeypatch.setattr(reading, "PART", 1 << 14)
+    monkeypatch.setattr(reading, "PART_BYTES", 16 << 14)
     made = []
-    whole = read.dequantized_part
+    whole = reading.dequantized_part
     monkeypatch.setattr(
-        read, "dequantized_part", lambda *args: made.append(whole(*args)) or made[-1]
+        reading, "dequantized_part", lambda *args: made.append(whole(*args)) or made[-1]
     )
     state = {"w": torch.zeros(1024, 1024, dtype=torch.bfloat16)}
     with Pool(max_bytes=1 << 19) as pool:
@@ -431,7 +431,7 @@ READS = {
 @pytest.mark.parametrize("how", READS)
 @pytest.mark.parametrize("damaged", ["values", "scales"])
 def test_chunks_that_are_read_whole_in_parts_are_checked(tmp_path, monkeypatch, how, damaged):
-    monkeypatch.setattr(read, "PART", 1 << 15)
+    monkeypatch.setattr(reading, "PART", 1 << 15)
     values, scales = torch.ones(1024, 512).to(torch.float8_e4m3fn), torch.ones(8, 4)
     shardplan.save({"w": values, "w_scale_inv": scales}, tmp_path)
     planner = dequantize("float32")

@@ -116,11 +116,16 @@ def uneven(rank=0):
     return {f"experts.{rank}.w": torch.full((2, 2), float(rank)), "step": 7, "tmp": 1}
 
 
+def odd(rank=0):
+    """Return a state dict that differs from all others."""
+    return {f"{'abc'[rank]}.w": torch.full((2, 2), float(rank)), "step": 7, "tmp": 1}
+
+
 def test_where_plans_are_gathered_ranks_trace_their_own_passes_and_the_coordinator_the_rest():
     planner = [*PLANNER, dedup_replicas()]
-    reports, _ = saves("gathered", planner, uneven)
+    reports, _ = saves("gathered", planner, odd)
     assert {report.how for report in reports} == {"gathered"}
-    every = plans(uneven, WORLD)
+    every = plans(odd, WORLD)
     for rank, report in enumerate(reports):
         assert report.trace.steps[:2] == show(PLANNER, [every[rank]]).steps
     rest = show(planner, every).steps[2:]

@@ -1,7 +1,7 @@
 """Checkpoints of Megatron-core, of its format `torch_dist`: DCP files, and `common.pt` beside them.
 
-`common.pt` is a file of `torch.save` that holds what all ranks have in common: ``iteration``,
-``args`` and so on. Its values and tensors have names of their own beside those of `.metadata`.
+`common.pt` is a file of `torch.save` that holds what all ranks have in common, such as ``args``,
+under names of their own beside those of `.metadata`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ def is_there(store: Store) -> bool:
 
 
 def open_common(store: Store) -> TorchSource:
-    """Open `common.pt`; a value that is not safe to load is refused when it is asked for.
-
-    Raises:
-        FormatError: It is missing or damaged.
-    """
+    """Open `common.pt`; a value that is not safe to load is refused when it is asked for."""
     try:
         return open_file(store, COMMON, sealed=True)
     except FormatError as error:
@@ -71,11 +67,7 @@ def _notes(common: TorchSource) -> tuple[str, ...]:
 
 
 class MegatronSource(DcpSource):
-    """A checkpoint of Megatron-core; a `Source`.
-
-    Attributes:
-        common: What `common.pt` holds.
-    """
+    """A checkpoint of Megatron-core; a `Source`. ``common`` is what `common.pt` holds."""
 
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
         super().__init__(store, described, pool)
@@ -86,30 +78,25 @@ class MegatronSource(DcpSource):
 
     def find_chunks(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """Find chunks in either; see `Source.find_chunks`."""
-        number = len(self.files) - 1
-
-        def in_common(chunks: Sequence[Chunk]) -> list[ChunkPlace]:
-            return [attrs.evolve(p, file=number) for p in self.common.find_chunks(chunks)]
-
-        return self._each(chunks, super().find_chunks, in_common)
+        common = [chunk for chunk in chunks if self._is_common(chunk[0])]
+        theirs = [
+            attrs.evolve(p, file=len(self.files) - 1) for p in self.common.find_chunks(common)
+        ]
+        return self._merged(chunks, dict(zip(common, theirs, strict=True)), super().find_chunks)
 
     def chunk_sums(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Return the checksum of each chunk that fills its record; see `Source.chunk_sums`."""
-        return self._each(chunks, super().chunk_sums, self.common.chunk_sums)
+        common = [chunk for chunk in chunks if self._is_common(chunk[0])]
+        theirs = zip(common, self.common.chunk_sums(common), strict=True)
+        return self._merged(chunks, dict(theirs), super().chunk_sums)
 
-    def _each(
-        self,
-        chunks: Sequence[Chunk],
-        ours: Callable[[Sequence[Chunk]], Sequence[T]],
-        common: Callable[[Sequence[Chunk]], Sequence[T]],
+    def _merged(
+        self, chunks: Sequence[Chunk], known: dict[Chunk, T], ask: Callable[[Any], Sequence[T]]
     ) -> list[T]:
-        """Ask for some chunks where each of them is; return the answers in the same order."""
-        groups: dict[bool, list[Chunk]] = {False: [], True: []}
-        for chunk in chunks:
-            groups[self._is_common(chunk[0])].append(chunk)
-        found = dict(zip(groups[False], ours(groups[False]), strict=True))
-        found |= zip(groups[True], common(groups[True]), strict=True)
-        return [found[chunk] for chunk in chunks]
+        """Return what is known of chunks, and ask for the others; in the order of the chunks."""
+        others = [chunk for chunk in chunks if chunk not in known]
+        known = known | dict(zip(others, ask(others), strict=True))
+        return [known[chunk] for chunk in chunks]
 
     def _is_common(self, name: str) -> bool:
         return name in self.common.metadata.state_dict_metadata

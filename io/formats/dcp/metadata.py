@@ -1,7 +1,7 @@
-"""The `.metadata` file of torch.distributed.checkpoint, read without torch.
+"""The `.metadata` file of torch.distributed.checkpoint, a pickle of torch's own records.
 
-The file is a pickle of torch's own records. Here each becomes a `Record`, a stand-in with the same
-name and fields. A pickle that names anything else is refused; `_CLASSES` lists what it may name.
+Each becomes a `Record`, a stand-in with the same name and fields. A pickle that names anything else
+than `_CLASSES` is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shardplan.planning.geometry import shape_fault, tile, tile_chunks
 from ...errors import FormatError, ValueRefusedError
 from ...stores.base import StoreError, check_path
 from ..base import MAX_BYTES
-from ..torch_save.names import PLAIN
+from ..torch_save.names import PATHS, PLAIN
 from ..torch_save.standins import whole_numbers
 from ..torch_save.unpickler import (
     Call,
@@ -106,18 +106,14 @@ def _fields(value: Any, kind: str) -> Mapping[str, Any]:
     return value.state
 
 
-def _records(module: str, *kinds: str) -> dict[str, Any]:
-    return {f"{module}.{kind}": partial(Record, kind) for kind in kinds}
+def _records(module: str, kinds: str) -> dict[str, Any]:
+    return {f"{module}.{kind}": partial(Record, kind) for kind in kinds.split()}
 
 
 def _member(owner: Any, name: Any) -> None:
     """Read an enum as some versions of Python pickle it: as an attribute of its class."""
     if type(owner) is not Call or owner.name not in _ENUMS:
         raise RefusedName("builtins.getattr")
-
-
-def _path(*parts: Any) -> str:
-    return "/".join(map(_text, parts)).replace("//", "/")
 
 
 _HOME: Final = "torch.distributed.checkpoint"
@@ -128,24 +124,24 @@ _ENUMS: Final = (
     f"{_SHARDED}.MEM_FORMAT_ENCODING",
     f"{_HOME}.planner.WriteItemType",
 )
-_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _CLASSES: Final[Mapping[str, Call]] = {
+    **PATHS,
     **calls(
         {
-            **_records(f"{_HOME}.metadata", "Metadata", "StorageMeta", "MetadataIndex"),
-            **_records(f"{_HOME}.metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
-            **_records(f"{_HOME}.metadata", "ChunkStorageMetadata", "TensorProperties"),
+            **_records(
+                f"{_HOME}.metadata",
+                "Metadata StorageMeta MetadataIndex TensorStorageMetadata BytesStorageMetadata "
+                "ChunkStorageMetadata TensorProperties",
+            ),
             **_records(_SHARDED, "TensorProperties"),
-            **_records(f"{_HOME}.filesystem", "_StorageInfo", "_StoragePrefix"),
+            **_records(f"{_HOME}.filesystem", "_StorageInfo _StoragePrefix"),
             # What Megatron-core keeps of the plans that it saved by; nothing here looks at it.
-            **_records(f"{_HOME}.planner", "SavePlan", "WriteItem", "TensorWriteData"),
-            **_records(f"{_HOME}.planner", "BytesIOWriteData"),
+            **_records(f"{_HOME}.planner", "SavePlan WriteItem TensorWriteData BytesIOWriteData"),
             f"{_MEGATRON}.MCoreSavePlan": partial(Record, "SavePlan"),
             f"{_MEGATRON}.MCoreMetadata": partial(Record, "Metadata"),
             **dict.fromkeys(_ENUMS, lambda *_: None),
             "torch.serialization._get_layout": lambda name: _text(name),
             "builtins.getattr": _member,
-            **{f"{lib}.{kind}": _path for lib in ("pathlib", "pathlib._local") for kind in _PATHS},
         }
     ),
     "torch.Size": Call("torch.Size", lambda sizes=(): sizes, free=True),  # see `whole_numbers`
@@ -190,11 +186,7 @@ def _describe(fields: Mapping[str, Any]) -> Described:
     for index, info in (fields.get("storage_data") or {}).items():
         item = _fields(index, "MetadataIndex")
         name, offset = _text(item["fqn"]), item.get("offset")
-        stored = _fields(info, "_StorageInfo")
-        file = _text(stored["relative_path"])
-        if file not in files:
-            files[_inside(file, name)] = len(files)
-        place = _place(name, files[file], stored)
+        place = _place(name, files, _fields(info, "_StorageInfo"))
         places[name, None if offset is None else whole_numbers(offset)] = place
     own = {**_dict(fields.get(OWN_PATHS)), **bare}
     paths = _paths(entries.names, _dict(fields.get("planner_data")), own)
@@ -220,10 +212,7 @@ def _notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _entries(described: Mapping[str, Any]) -> Entries:
-    """Return the entries, given torch's record of each; None for a value without a record.
-
-    Properties and tilings that many have in common are looked at once.
-    """
+    """Return the entries, given torch's record of each; None for a value without a record."""
     props: dict[Any, tuple[int, TensorProperties]] = {}
     layouts: dict[Any, tuple[int, Layout]] = {}
     rows = []
@@ -269,15 +258,14 @@ _PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
 
 
 def _box(chunk: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and sizes; Megatron-core may leave out sizes of one, of the first axes."""
+    """Return offsets and sizes; Megatron-core may leave out the first sizes that are one."""
     offsets, sizes = whole_numbers(chunk["offsets"]), whole_numbers(chunk["sizes"])
     return offsets, (1,) * (len(offsets) - len(sizes)) + sizes
 
 
 def _text(name: Any) -> str:
-    if type(name) is not str:
-        raise PickleError(f"it holds a {type(name).__name__} in place of text")
-    return name
+    require(type(name) is str, f"it holds a {type(name).__name__} in place of text")
+    return name  # type: ignore[no-any-return]
 
 
 def _dict(value: Any) -> dict[Any, Any]:
@@ -302,21 +290,20 @@ def _layout(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Layout:
     return Layout(size, tile(boxes[:, 0], boxes[:, 1]))
 
 
-def _inside(file: str, name: str) -> str:
-    """Return the path of an item's file, which must lie inside the checkpoint."""
-    try:
-        return check_path(file)
-    except StoreError as error:
-        raise PickleError(f"`{name}` lies in {file!r}: {error.reason}") from None
-
-
-def _place(name: str, file: int, stored: Mapping[str, Any]) -> Place:
+def _place(name: str, files: dict[str, int], stored: Mapping[str, Any]) -> Place:
+    """Return where an item lies; new files, which must be in the checkpoint, are numbered."""
+    file = _text(stored["relative_path"])
+    if file not in files:
+        try:
+            files[check_path(file)] = len(files)
+        except StoreError as error:
+            raise PickleError(f"`{name}` lies in {file!r}: {error.reason}") from None
     offset, length = stored["offset"], stored["length"]
-    numbers = type(offset) is int and type(length) is int
-    if not numbers or not (min(offset, length) >= 0 and max(offset, length) < MAX_BYTES):
-        raise PickleError(f"the position of `{name}` is not given by whole numbers below 2^60")
+    numbers = type(offset) is type(length) is int
+    valid = numbers and min(offset, length) >= 0 and max(offset, length) < MAX_BYTES
+    require(valid, f"the position of `{name}` is not given by whole numbers below 2^60")
     transforms = stored.get("transform_descriptors") or ()
-    return Place(file, offset, length, tuple(map(_text, transforms)))
+    return Place(files[file], offset, length, tuple(map(_text, transforms)))
 
 
 def _storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
@@ -352,17 +339,17 @@ def _torch_path(name: str, path: Any) -> Path:
 
 def pack_path(name: str, path: Path) -> Any:
     """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain."""
-    if all(type(key) in _PLAIN_KEYS for _, key in path):
+    odd = [key for _, key in path if type(key) not in _PLAIN_KEYS]
+    if not odd:
         return tuple(path)
-    for _, key in path:
-        try:
-            to_json(key)
-        except CodecError:
-            reason = f"lies under the key {key!r}, a {type(key).__name__}, which cannot be kept"
-            raise ValueRefusedError(
-                {name: f"{reason}; use text, numbers, bytes, None, or tuples and sets of these"}
-            ) from None
-    return json.dumps(to_json(path))
+    try:
+        return json.dumps(to_json(path))
+    except CodecError:
+        keys = " and ".join(f"{key!r}, a {type(key).__name__}" for key in odd)
+        reason = f"lies under the key {keys}, which cannot be kept"
+        raise ValueRefusedError(
+            {name: f"{reason}; use text, numbers, bytes, None, or tuples and sets of these"}
+        ) from None
 
 
 def unpack_path(name: str, packed: Any) -> Path:
@@ -383,11 +370,6 @@ def unpack_path(name: str, packed: Any) -> Path:
 Entry = TensorMetadata | BytesMetadata
 
 
-def is_rank_metadata(name: str) -> bool:
-    """Return True if a file's name is that of one rank's metadata."""
-    return _RANK_FILE.fullmatch(name) is not None
-
-
 def rank_metadata(names: Iterable[str]) -> tuple[str, ...]:
     """Pick the metadata files of ranks from a folder's files, in order of rank."""
     found = [match for match in map(_RANK_FILE.fullmatch, names) if match]
@@ -398,10 +380,16 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
     """Describe what all ranks saved together, given the contents of each file, in order of rank.
 
     ``torch.distributed.checkpoint.save(use_collectives=False)`` writes ``__0.metadata``,
-    ``__1.metadata``, … and no `.metadata`. Items that several ranks saved are there several times:
-    as copies, which `DcpSource` compares before it uses one.
+    ``__1.metadata``, … and no `.metadata`. Items that several ranks saved become copies, which
+    `DcpSource` compares before it uses one.
     """
-    _refuse_gaps(parts)
+    for rank, file in enumerate(parts):
+        if file != f"__{rank}.metadata":
+            raise FormatError(
+                f"__{rank}.metadata",
+                f"it is missing, and {file} is there: rank {rank} never finished its part of this "
+                "save, in which ranks saved independently",
+            )
     saved: dict[str, dict[str, Entry]] = {}  # by name, what each file has of it
     for file, part in parts.items():
         for name, entry in part.metadata.state_dict_metadata.items():
@@ -425,16 +413,6 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
         {key: found[0] for key, found in places.items()},
         {key: tuple(found[1:]) for key, found in places.items() if len(found) > 1},
     )
-
-
-def _refuse_gaps(parts: Mapping[str, Described]) -> None:
-    for rank, file in enumerate(parts):
-        if file != f"__{rank}.metadata":
-            raise FormatError(
-                f"__{rank}.metadata",
-                f"it is missing, and {file} is there: rank {rank} never finished its part of this "
-                "save, in which ranks saved independently",
-            )
 
 
 def _joined(name: str, entries: Mapping[str, Entry]) -> Entry:

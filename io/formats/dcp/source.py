@@ -1,15 +1,15 @@
 """Reading checkpoints of torch.distributed.checkpoint: every item is an archive in a file.
 
-`.metadata` says which bytes of which file are an item's archive. The first bytes of an archive say
-where in it the elements are. They are the same for all tensors of one shape and dtype, so most
-archives need only a comparison of these bytes. Torch is needed only for values that are not plain.
+The first bytes of an archive say where in it the elements are. They are the same for all tensors of
+one shape and dtype, so most archives need only a comparison of these bytes.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -18,16 +18,10 @@ from shardplan.planning import TensorMetadata
 
 from ...checksums import CRC32
 from ...errors import FormatError
-from ...pool import Pool, ProgressCallback, default_pool
+from ...pool import Pool, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import ChunkPlace, Fault, Findings, Format, Source, read_ranges, read_whole
-from ..torch_save.archive import (
-    DESCRIPTOR,
-    Window,
-    described_crc,
-    in_memory,
-    read_archive,
-)
+from ..torch_save.archive import DESCRIPTOR, Window, described_crc, in_memory, read_archive
 from ..torch_save.names import load_archive, load_summed, load_tensor
 from ..torch_save.source import place_view
 from ..torch_save.standins import StoredTensor
@@ -38,7 +32,6 @@ from .metadata import (
     METADATA,
     Described,
     Place,
-    is_rank_metadata,
     merge_ranks,
     parse_metadata,
     rank_metadata,
@@ -65,15 +58,14 @@ class DcpFormat(Format):
     def detect(self, store: Store, name: str = "") -> bool:
         """Return whether there is a metadata file; see `Format.detect`."""
         if name:
-            return (name == METADATA or is_rank_metadata(name)) and store.exists(name)
+            return (name == METADATA or bool(rank_metadata([name]))) and store.exists(name)
         return store.exists(METADATA) or store.exists(FIRST_RANK)
 
     def open(self, store: Store, name: str = "", pool: Pool | None = None) -> DcpSource:
         """Open a checkpoint; only its metadata is read. See `Format.open`.
 
-        That is `.metadata`, or, where each rank saved by itself, one file a rank. The name of such
-        a file stands for what that rank saved. Where Megatron-core wrote the folder, `common.pt` is
-        a part of it, and `.metadata` stands for the rest.
+        The name of one rank's metadata stands for what that rank saved. Where Megatron-core wrote
+        the folder, `common.pt` is a part of it, and `.metadata` stands for the rest.
         """
         described = _describe(store, name)
         if _has_common(store, name):
@@ -88,18 +80,11 @@ class DcpFormat(Format):
 
         return DcpWriter()
 
-    def verify(
-        self,
-        store: Store,
-        name: str = "",
-        *,
-        progress: ProgressCallback | None = None,
-        pool: Pool | None = None,
-    ) -> Findings:
+    def verify(self, store: Store, name: str = "", **options: Any) -> Findings:
         """Compare every archive with its checksums; see `Format.verify`."""
-        opened = DcpSource(store, _describe(store, name), pool)
-        lacking, archives, notes = [*opened.missing()], [*opened.archives()], opened.notes
-        files = opened.files
+        opened = DcpSource(store, _describe(store, name))
+        lacking, archives = [*opened.missing()], [*opened.archives()]
+        files, notes = opened.files, opened.notes
         if _has_common(store, name):
             from .megatron import COMMON, find_common
 
@@ -109,15 +94,16 @@ class DcpFormat(Format):
             else:
                 archives.append(common[0])
                 notes += common[1]
-        found = check_archives(store, archives, progress, pool)
+        found = check_archives(store, archives, **options)
+        faulty = {fault.key for fault in [*lacking, *found.faults]}
+        lacking += opened.unfit(set(opened.metadata.state_dict_metadata) - faulty)
         order = {file: number for number, file in enumerate(files)}
         faults = sorted((*lacking, *found.faults), key=lambda f: (order.get(f.file, -1), f.begin))
+        about = Findings(
+            tuple(faults), len(files), notes=found.notes + notes, save_id=opened.save_id
+        )
         return attrs.evolve(
-            found,
-            faults=tuple(faults),
-            files=len(files),
-            notes=found.notes + notes,
-            save_id=opened.save_id,
+            about, chunks=found.chunks, nbytes=found.nbytes, unchecked=found.unchecked
         )
 
     def made(self, store: Store) -> float | None:
@@ -134,13 +120,11 @@ class DcpFormat(Format):
 
 def _describe(store: Store, name: str) -> Described:
     """Read what the metadata in a folder says, or what a file of metadata does."""
-    if is_rank_metadata(name):
+    if rank_metadata([name]):
         return _read(store, name)
-    if store.exists(METADATA):
-        return _read(store, METADATA)
-    names = rank_metadata(store.list(recursive=False))
+    names = () if store.exists(METADATA) else rank_metadata(store.list(recursive=False))
     if not names:
-        raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
+        return _read(store, METADATA)
     return merge_ranks({name: _read(store, name) for name in names})
 
 
@@ -169,14 +153,17 @@ class _Layout:
 
 @attrs.frozen
 class _Item:
-    """A chunk to find: its name and number, its place, and what it should be."""
+    """A chunk to find, its place, and what it should be."""
 
-    name: str
-    number: int
+    chunk: Chunk
     place: Place
     dtype: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.chunk[0]
 
 
 class DcpSource(Source):
@@ -221,7 +208,7 @@ class DcpSource(Source):
         offsets, sizes = self._boxes[layout]
         place = self._place(name, offsets[number])
         dtype = entries.props[entries.prop[row]].dtype
-        return _Item(name, number, place, dtype, offsets[number], sizes[number])
+        return _Item((name, number), place, dtype, offsets[number], sizes[number])
 
     def _place(self, name: str, offset: tuple[int, ...] | None) -> Place:
         place = self.described.places.get((name, offset))
@@ -262,7 +249,7 @@ class DcpSource(Source):
         found = {}
         for item, head in zip(items, heads, strict=True):
             try:
-                found[item.name, item.number] = self._chunk_place(item, bytes(head))
+                found[item.chunk] = self._chunk_place(item, bytes(head))
                 self._compare_chunks(item)
             except (FormatError, PickleError) as error:
                 reason = error.reason if isinstance(error, FormatError) else str(error)
@@ -299,10 +286,7 @@ class DcpSource(Source):
     # Checksums
 
     def chunk_sums(self, chunks: Sequence[Chunk]) -> list[int | None]:
-        """Return the checksum of each chunk that fills its record; see `Source.chunk_sums`.
-
-        It follows the elements, so that a few bytes after them are read.
-        """
+        """Return the checksums, which follow the elements; see `Source.chunk_sums`."""
         groups: dict[int, list[tuple[Chunk, ChunkPlace]]] = defaultdict(list)
         for chunk, place in zip(chunks, self.find_chunks(chunks), strict=True):
             if chunk not in self._sums:
@@ -316,10 +300,18 @@ class DcpSource(Source):
         ends = [place.begin + place.nbytes for _, place in items]
         room = [max(min(self._sizes[number] - end, DESCRIPTOR), 0) for end in ends]
         views = [memoryview(bytearray(nbytes)) for nbytes in room]
-        file = self.files[number]
-        read_ranges(self.store, file, list(zip(ends, views, strict=True)))
+        read_ranges(self.store, self.files[number], list(zip(ends, views, strict=True)))
         pairs = zip(items, views, strict=True)
-        return {chunk: described_crc(bytes(view), place.nbytes) for (chunk, place), view in pairs}
+        return {chunk: self._sum(chunk, place, bytes(view)) for (chunk, place), view in pairs}
+
+    def _sum(self, chunk: Chunk, place: ChunkPlace, after: bytes) -> int | None:
+        """Return a chunk's checksum: of the descriptor after it, or else of the directory."""
+        crc = described_crc(after, place.nbytes)
+        if crc is None and place.nbytes:  # what tells of its damage may itself be damaged
+            item = self._item(*chunk)
+            archive = read_archive(self._window(item.name, item.place))
+            crc = archive.crc_at(place.begin - item.place.offset, place.nbytes)
+        return crc or None
 
     def file_numbers(self, name: str) -> Sequence[int] | None:
         """Return the file of each chunk as the metadata has it; see `Source.file_numbers`."""
@@ -332,7 +324,38 @@ class DcpSource(Source):
 
     def missing(self) -> Sequence[Fault]:
         """Return what is not all there, by the sizes of files; see `Source.missing`."""
-        return [found for found in self._stored() if isinstance(found, Fault)]
+        absent = [found for found in self._stored() if isinstance(found, Fault)]
+        return [*absent, *self._misplaced()]
+
+    def unfit(self, names: Collection[str]) -> list[Fault]:
+        """Return why a load would refuse some tensors, though their archives are sound."""
+        packed = {name for (name, _), place in self.described.places.items() if place.transforms}
+        chunks = {
+            name: [(name, number) for number in range(len(entry.chunks))]
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if name in names and name not in packed and isinstance(entry, TensorMetadata)
+        }
+        if self._refusal(list(chain.from_iterable(chunks.values()))) is None:
+            return []
+        found = ((name, self._refusal(of_name)) for name, of_name in chunks.items())
+        return [Fault("header", e.file, e.reason, name) for name, e in found if e is not None]
+
+    def _refusal(self, chunks: Sequence[Chunk]) -> FormatError | None:
+        try:
+            self.find_chunks(chunks)
+        except FormatError as error:
+            return error
+        return None
+
+    def _misplaced(self) -> Iterator[Fault]:
+        """Yield a fault for each name of which the metadata does not say where all lies."""
+        places = self.described.places
+        for name, entry in self.metadata.state_dict_metadata.items():
+            offsets: list[tuple[int, ...] | None] = [None]
+            if isinstance(entry, TensorMetadata):
+                offsets = [tuple(row) for row in entry.chunks.offsets.tolist()]
+            if any((name, offset) not in places for offset in offsets):
+                yield Fault("manifest", METADATA, "it does not say where all of it lies", name)
 
     def archives(self) -> Sequence[Stored]:
         """Return the archives that are all there, and were written without extensions."""
@@ -341,17 +364,15 @@ class DcpSource(Source):
     def _stored(self) -> Iterator[Stored | Fault]:
         """Yield every archive that the metadata names, or why it is not all there."""
         described = self.described
-        sizes = {file: _file_size(self.store, file) for file in described.files}
+        sizes = [_file_size(self.store, file) for file in described.files]
         copies = [(key, place) for key, found in described.copies.items() for place in found]
         for (name, _), place in [*described.places.items(), *copies]:
             file = described.files[place.file]
-            size, end = sizes[file], place.offset + place.length
+            size, end = sizes[place.file], place.offset + place.length
             if isinstance(size, Fault):
                 yield attrs.evolve(size, key=name)
             elif end > size:
-                reason = (
-                    f"it has {size:,} bytes, and `{name}` ends at byte {end:,}: it was cut short"
-                )
+                reason = f"it has {size:,} bytes, and `{name}` ends at {end:,}: it was cut short"
                 yield Fault("size", file, reason, name, place.offset, end)
             elif not place.transforms:
                 yield Stored(file, place.offset, place.length, name)
@@ -365,13 +386,12 @@ class DcpSource(Source):
                 raise FormatError(self.files[copy.file], _differs(item.name))
 
     def _content(self, name: str, place: Place) -> tuple[bytes, int]:
-        """Return a key that identifies an archive's content: its pickle and its checksum."""
+        """Return an archive's pickle and its checksum, which identify its content."""
         archive = read_archive(self._window(name, place))
-        pickled = archive.pickle(_MAX_PICKLE)
-        inner = f"data/{load_tensor(pickled).storage.key}"
         if not archive.is_summed:
             raise PickleError("several ranks saved it, and without checksums they are not compared")
-        return pickled, archive.records[inner].crc
+        pickled = archive.pickle(_MAX_PICKLE)
+        return pickled, archive.records[f"data/{load_tensor(pickled).storage.key}"].crc
 
     # Values
 
@@ -402,16 +422,13 @@ class DcpSource(Source):
 
     def _value(self, name: str) -> tuple[str, bytes]:
         """Return the file of a value, and its bytes, having compared those of all ranks."""
-        file, data = self._bytes(name, self._place(name, None))
-        for copy in self.described.copies.get((name, None), ()):
-            other, theirs = self._bytes(name, copy)
-            if theirs != data:
-                raise FormatError(other, _differs(name))
-        return file, data
-
-    def _bytes(self, name: str, place: Place) -> tuple[str, bytes]:
-        window = self._window(name, place)
-        return window.file, window.read(0, place.length)
+        copies = self.described.copies.get((name, None), ())
+        windows = [self._window(name, place) for place in (self._place(name, None), *copies)]
+        data = windows[0].read(0, windows[0].length)
+        for copy in windows[1:]:
+            if copy.read(0, copy.length) != data:
+                raise FormatError(copy.file, _differs(name))
+        return windows[0].file, data
 
 
 def _with_first_axes(tensor: StoredTensor, sizes: tuple[int, ...]) -> StoredTensor:

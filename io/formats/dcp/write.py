@@ -1,6 +1,5 @@
-"""Writing DCP checkpoints: archives one after another, and `.metadata` last of all.
+"""Writing DCP checkpoints: archives one after another, and `.metadata` last, atomically.
 
-Torch uses the names and places in `.metadata` alone, so it is written last and replaced atomically.
 The files of each save have names of their own, so that two saves into one folder do not collide.
 """
 
@@ -10,6 +9,7 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,15 +30,7 @@ from shardplan.planning.storage import pack_files
 
 from ...errors import ExistsError, FormatError, ValueRefusedError
 from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
-from ...execute.copying import (
-    STAGED,
-    Content,
-    FileContents,
-    Seal,
-    literal,
-    threads_for,
-    write_file,
-)
+from ...execute.copying import STAGED, Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
 from ...stores.base import Store
 from ..base import CommitJob, Part, WriteJob, check_size, read_whole
@@ -138,15 +130,14 @@ class _Written:
 
 @attrs.frozen(eq=False)
 class _Archive:
-    """An archive to write: the bytes of a value, or the frame and the elements of a tensor."""
+    """An archive to write: the bytes of a value, or a chunk's number, elements and frame."""
 
     name: str
-    offset: tuple[int, ...] | None
-    number: int
     nbytes: int
     data: bytes = b""
-    frame: ArchiveLayout | None = None
+    number: int = 0
     piece: Piece | None = None
+    frame: ArchiveLayout | None = None
 
 
 @attrs.frozen(eq=False)
@@ -163,7 +154,8 @@ class _File:
 
     def written(self) -> Iterator[_Written]:
         for own, begin in zip(self.archives, self.begins, strict=True):
-            yield _Written(own.name, own.offset, own.number, self.name, begin, own.nbytes)
+            offset = None if own.piece is None else own.piece.offsets
+            yield _Written(own.name, offset, own.number, self.name, begin, own.nbytes)
 
     def write(self, store: Store, threads: int) -> None:
         contents = FileContents(self._contents, threads)
@@ -181,13 +173,14 @@ class _File:
             if archive.frame is None:
                 found.append(literal(archive.data))
             else:
-                own = Content(next(blocks), number)
-                found += [literal(archive.frame.head), own, _tail(archive.frame, number)]
+                own, frame = Content(next(blocks), number), archive.frame
+                seal = Seal(frame.tail_size, [number], partial(_tail, frame))
+                found += [literal(frame.head), own, seal]
         return found
 
 
-def _tail(frame: ArchiveLayout, number: int) -> Seal:
-    return Seal(frame.tail_size, [number], lambda sums: frame.tail(sums[0]))
+def _tail(frame: ArchiveLayout, sums: Sequence[int]) -> bytes:
+    return frame.tail(sums[0])
 
 
 def _values(values: Mapping[str, Any], refused: dict[str, str]) -> list[_Archive]:
@@ -198,15 +191,14 @@ def _values(values: Mapping[str, Any], refused: dict[str, str]) -> list[_Archive
         raise ValueRefusedError({**refused, **error.reasons}) from None
     if refused:
         raise ValueRefusedError(refused)
-    return [_Archive(name, None, 0, len(data), data) for name, data in dumped.items()]
+    return [_Archive(name, len(data), data) for name, data in dumped.items()]
 
 
 def _tensors(plan: SavePlan, pieces: Mapping[int, Piece]) -> Iterator[_Archive]:
     hints = np.zeros(len(plan.items), np.int64) if plan.items.hint is None else plan.items.hint
     for row, piece in pieces.items():
         frame = frame_of(pickle_tensor(piece.dtype, piece.shape), piece.nbytes)
-        number = int(hints[row])
-        yield _Archive(piece.name, piece.offsets, number, frame.size, frame=frame, piece=piece)
+        yield _Archive(piece.name, frame.size, b"", int(hints[row]), piece, frame)
 
 
 def _from_report(report: bytes) -> list[_Written]:

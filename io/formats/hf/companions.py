@@ -1,8 +1,4 @@
-"""Files that belong beside a model's tensors: its config, its tokenizer, how it generates.
-
-Tools such as ``transformers`` load a folder only with these. They are small, and the same whatever
-the tensors are, so they are copied as they are.
-"""
+"""Files without which tools load no model: its config, its tokenizer, how it generates."""
 
 from __future__ import annotations
 
@@ -51,12 +47,7 @@ def find_companions(store: Store) -> tuple[str, ...]:
 
 
 def read_extra(extra: Sequence[ExtraFiles]) -> dict[str, bytes]:
-    """Read files to put beside tensors, by name; of two with one name, the later one counts.
-
-    Raises:
-        ValueError: A folder has no such file, or a name is that of a file with tensors.
-        StoreError: A file is missing, or its name leaves the folder.
-    """
+    """Read files to put beside tensors, by name; of two with one name, the later one counts."""
     return {name: data for files in extra for name, data in _read(files).items()}
 
 

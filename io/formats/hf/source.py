@@ -2,8 +2,7 @@
 
 Files are chosen as those tools choose them: ``model.safetensors`` if it is there; else the files
 that the one ``*.safetensors.index.json`` names; else all safetensors files of the folder. Several
-files may hold chunks of one tensor, if their headers say where each starts (as torch's
-``HuggingFaceStorageWriter`` does). Nothing here needs torch.
+files may hold chunks of one tensor, as torch's ``HuggingFaceStorageWriter`` writes them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -103,13 +102,8 @@ class HfFormat(Format):
             found = self.open(store, name, pool)
         except FormatError as error:
             return _find_faults(store, name, error, pool or default_pool())
-        return Findings(
-            (),
-            len(found.files),
-            nbytes=found.header_bytes,
-            notes=(_NO_SUMS,),
-            unchecked=found.data_bytes,
-        )
+        count, read, left = len(found.files), found.header_bytes, found.data_bytes
+        return Findings((), count, nbytes=read, notes=(_NO_SUMS,), unchecked=left)
 
 
 def _find_faults(store: Store, name: str, error: FormatError, pool: Pool) -> Findings:
@@ -149,13 +143,7 @@ class _Place:
 
 
 class HfSource(Source):
-    """Safetensors files; all entries are tensors.
-
-    Attributes:
-        tied: Names that share another's elements, and those others: a header says so of weights
-            that were saved once under one of their names.
-        header_bytes, data_bytes: How many bytes all headers have, and all elements in the files.
-    """
+    """Safetensors files; ``tied`` are names that share another's elements, and those others."""
 
     format = "hf"
 
@@ -239,14 +227,10 @@ def _find_ties(
         for name, kept in header.metadata.items():
             if name in places or name in tied or name in RESERVED or kept not in header.slots:
                 continue
-            if name in ours or name in weights or _parameter(name) == _parameter(kept):
+            same = name.rpartition(".")[2] == kept.rpartition(".")[2]
+            if same or name in ours or name in weights:
                 tied[name] = kept
     return tied
-
-
-def _parameter(name: str) -> str:
-    """Return which parameter of its module a name means."""
-    return name.rpartition(".")[2]
 
 
 def _remarks(headers: Sequence[Header], tied: Mapping[str, str]) -> dict[str, str]:
@@ -291,23 +275,20 @@ def _entry(name: str, held: Sequence[_Place], files: Sequence[str]) -> TensorMet
     size = tuple(max(column) for column in zip(*ends, strict=True))
     tiling = tile_chunks([Chunk(slot.offsets, slot.shape) for slot in slots])
     if not fills(tiling, size):
-        _refuse(name, [files[place.file] for place in held], Layout(size, tiling))
+        raise _misfit(name, [files[place.file] for place in held], Layout(size, tiling))
     return TensorMetadata(TensorProperties(first.dtype), size, tiling)
 
 
-def _refuse(name: str, holders: Sequence[str], layout: Layout) -> NoReturn:
-    """Raise the error for chunks that do not make up a tensor, given the file of each."""
+def _misfit(name: str, holders: Sequence[str], layout: Layout) -> FormatError:
+    """Return the error for chunks that do not make up a tensor, given the file of each."""
     clashes = self_overlaps(layout.tiling, 1)
     if clashes:
         one, other = (holders[number] for number in clashes[0])
-        raise FormatError(
-            other, f"its `{name}` overlaps that of {one}: the same elements are there twice"
-        )
+        reason = f"its `{name}` overlaps that of {one}: the same elements are there twice"
+        return FormatError(other, reason)
     issue = next(iter(layout_issues(name, layout)), None)
     reason = issue.message if issue is not None else f"chunks of `{name}` do not fill it"
-    raise FormatError(
-        listed(list(dict.fromkeys(holders)), quote=""), f"{reason}; is a file missing?"
-    )
+    return FormatError(listed([*dict.fromkeys(holders)], quote=""), f"{reason}; is a file missing?")
 
 
 @attrs.frozen
@@ -320,12 +301,7 @@ class Chosen:
 
 
 def choose_files(store: Store, name: str = "") -> Chosen:
-    """Choose the files of a checkpoint.
-
-    Args:
-        store: The folder.
-        name: A single file, or an index; empty for whatever is in the folder.
-    """
+    """Choose the files of a checkpoint: of the folder, or of a file or an index in it."""
     if name and not name.endswith(_INDEX_SUFFIX):
         return Chosen([name])
     found = () if name else store.list(recursive=False)
@@ -416,17 +392,14 @@ def read_index(store: Store, index: str) -> dict[str, str]:
     if not isinstance(weights, dict) or not weights:
         raise FormatError(index, "its `weight_map` names no files")
     for name, file in weights.items():
-        _check_inside(index, name, file)
+        if not isinstance(file, str) or not file.endswith(_SUFFIX) or not _is_inside(file):
+            what = f"`{name}` in {str(file)[:80]!r}, which is not a safetensors file beside it"
+            raise FormatError(index, f"it has {what}")
     return weights
 
 
-def _check_inside(index: str, name: str, file: Any) -> None:
+def _is_inside(file: str) -> bool:
     try:
-        inside = isinstance(file, str) and bool(check_path(file))
+        return bool(check_path(file))
     except StoreError:
-        inside = False
-    if not inside or not file.endswith(_SUFFIX):
-        raise FormatError(
-            index,
-            f"it has `{name}` in {str(file)[:80]!r}, which is not a safetensors file beside it",
-        )
+        return False

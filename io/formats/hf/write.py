@@ -7,20 +7,15 @@ the others where tensors begin (`lay_out`). Elsewhere one process writes a file 
 A model that fits into one file becomes ``model.safetensors``; a larger one becomes
 ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
 
-Files that belong beside tensors (a config, a tokenizer) are put there by the commit: those that are
-new just before it, so that tools which find the tensors find them, too; those that replace others
-just after it.
+Commit. Files are written under names that carry the save id. Several files count only together with
+the index, which is written last and replaced atomically; until then their headers say that they are
+not a checkpoint. They get the usual names just before, if these are free and the store can rename;
+else they keep their own, so that an older checkpoint stays whole until the new index is there. A
+single file is renamed at the commit; in a store that cannot, it appears when it is complete.
 
-Commit. Files are written under names that carry the save id, so that two saves into one folder do
-not meet. Several files count only together with the index, which is written last and replaced
-atomically; until then their headers say that they are not a checkpoint. They get the usual names
-just before, if these are free and the store can rename; else they keep their own, as an index may
-name any file: so an older checkpoint stays whole until the new index is there. A single file is
-renamed at the commit; in a store that cannot, it appears when it is complete.
-
-Tools that find ``model.safetensors`` prefer it to an index, and so does our reader: where an older
-checkpoint was that file, it is its removal that shows the new one. So at any moment the old
-checkpoint or the new one loads, on any store.
+Readers prefer ``model.safetensors`` to an index: where an older checkpoint was that file, it is its
+removal that shows the new one. Files beside tensors are put there just before the commit if they
+are new, and just after it if they replace others.
 """
 
 from __future__ import annotations
@@ -29,7 +24,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import attrs
@@ -64,19 +59,12 @@ from ...execute.commit import (
     write_all,
 )
 from ...execute.copying import STAGED, Content, FileContents, literal, threads_for, write_file
-from ...execute.pieces import (
-    Piece,
-    blocks_of,
-    collect,
-    joined_pieces,
-    tied_pieces,
-    tied_tensors,
-)
+from ...execute.pieces import Piece, blocks_of, collect, joined_pieces, tied_pieces, tied_tensors
 from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
 from ..base import CommitJob, ExtraFiles, Part, WriteJob, check_size
-from ..headers import file_entry, framed, refused_name
+from ..headers import entry_text, file_entry, framed_entries, kind_of_entry, refused_name
 from .companions import read_extra
 from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
@@ -85,18 +73,11 @@ _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)
 
 @attrs.frozen
 class _SharedFiles:
-    """Files that ranks write together.
-
-    Attributes:
-        names: Their names.
-        heads: How many bytes the header of each has.
-        nbytes: How many bytes the tensors of all files have.
-        spots: Where each tensor begins.
-    """
+    """Files that ranks write together, and where each tensor begins."""
 
     names: tuple[str, ...]
-    heads: tuple[int, ...]
-    nbytes: int
+    heads: tuple[int, ...]  # how many bytes the header of each has
+    nbytes: int  # of the tensors of all files
     spots: Mapping[str, Spot]
 
     def encode(self) -> bytes:
@@ -137,8 +118,6 @@ class HfWriter(FolderWriter):
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
         leave_out: Whether non-tensor values are left out; else they are refused.
-        tied: Names that share another's elements, and those others: they are stored once.
-        remarks: Text for the headers, by key.
         extra: Files to put beside the tensors; later ones count before earlier ones.
     """
 
@@ -150,13 +129,12 @@ class HfWriter(FolderWriter):
         *,
         max_shard_size: int | str = MAX_SHARD_SIZE,
         leave_out: bool = False,
-        tied: Mapping[str, str] | None = None,
-        remarks: Mapping[str, str] | None = None,
         extra: Sequence[ExtraFiles] = (),
     ) -> None:
         super().__init__()
         self.max_shard_size, self.leave_out = parse_size(max_shard_size), leave_out
-        self._tied, self._remarks, self._extra = tied or {}, remarks or {}, tuple(extra)
+        self._tied, self._remarks = dict[str, str](), dict[str, str]()
+        self._extra = tuple(extra)
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
@@ -167,25 +145,19 @@ class HfWriter(FolderWriter):
 
     def carrying(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> HfWriter:
         """Return a writer that stores tied names once, keeps remarks, and leaves out values."""
-        return self._with(leave_out=True, tied=tied, remarks=remarks)
+        made = HfWriter(max_shard_size=self.max_shard_size, leave_out=True, extra=self._extra)
+        made._tied, made._remarks = dict(tied), dict(remarks)
+        return made
 
     def with_files(self, files: ExtraFiles) -> HfWriter:
         """Return a writer that puts files beside the tensors; see `Writer.with_files`."""
-        return self._with(extra=(files, *self._extra))
+        made = self.carrying(self._tied, self._remarks)
+        made.leave_out, made._extra = self.leave_out, (files, *self._extra)
+        return made
 
     def extra_names(self) -> tuple[str, ...]:
         """Name the files beside the tensors; see `Writer.extra_names`."""
         return tuple(sorted(read_extra(self._extra)))
-
-    def _with(self, **changes: Any) -> HfWriter:
-        now: dict[str, Any] = {
-            "max_shard_size": self.max_shard_size,
-            "leave_out": self.leave_out,
-            "tied": self._tied,
-            "remarks": self._remarks,
-            "extra": self._extra,
-        }
-        return HfWriter(**now | changes)
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the widest elements first, then by name; see `Writer.write_order`."""
@@ -227,12 +199,10 @@ class HfWriter(FolderWriter):
             write_all(job, {file.name: file for file in files}, write, cost)
         else:  # in place at once; if it fails, an older checkpoint stays
             job.pool.map(write, files, nbytes=cost)
-        report = {
-            "files": [file.name for file in files],
-            "weights": {piece.name: file.name for file in files for piece in file.pieces},
-            "nbytes": sum(piece.nbytes for file in files for piece in file.pieces),
-        }
-        return Part(len(files), sum(file.size for file in files), json.dumps(report).encode())
+        weights = {piece.name: file.name for file in files for piece in file.pieces}
+        nbytes = sum(piece.nbytes for file in files for piece in file.pieces)
+        report = _report([file.name for file in files], weights, nbytes)
+        return Part(len(files), sum(file.size for file in files), report)
 
     def describe(self, job: WriteJob) -> bytes:
         """Return which tensors of a rank are the same memory as others; see `Writer.describe`."""
@@ -270,16 +240,11 @@ class HfWriter(FolderWriter):
         if save_id not in self.unsure:
             with suppress(Exception):
                 found = set(store.list(recursive=False)) - _files_of(store)
-                store.delete(name for name in found if save_id in name and _is_own(name))
+                own = (name for name in found if _STRAY.fullmatch(name) or OWN_NAME.fullmatch(name))
+                store.delete(name for name in own if save_id in name)
 
     def _write_ranges(self, job: WriteJob, files: _SharedFiles) -> Part:
         """Write one rank's ranges of shared files, which belong to the coordinator's part."""
-        own = files.names if job.is_coordinator else ()
-        report = {
-            "files": own,
-            "weights": {n: files.names[s.file] for n, s in files.spots.items() if own},
-            "nbytes": files.nbytes if own else 0,
-        }
         pieces = self._pieces(flatten(job.sd)[0], job.plan, job.progress)
         plan = shared_plan(job.plan, files.spots, job.rank)
 
@@ -287,9 +252,12 @@ class HfWriter(FolderWriter):
             ranges = _ranges_of(plan, pieces, number)
             return job.store.write_ranges(files.names[number], ranges)
 
-        written = job.pool.map(write, plan.files, nbytes=2 * BLOCK_BYTES)
-        heads = sum(files.heads) if own else 0
-        return Part(len(own), sum(written) + heads, json.dumps(report).encode())
+        nbytes = sum(job.pool.map(write, plan.files, nbytes=2 * BLOCK_BYTES))
+        if not job.is_coordinator:
+            return Part(0, nbytes, _report((), {}, 0))
+        weights = {name: files.names[spot.file] for name, spot in files.spots.items()}
+        report = _report(files.names, weights, files.nbytes)
+        return Part(len(files.names), nbytes + sum(files.heads), report)
 
     def _collect(
         self, sd: Mapping[Any, Any], plan: SavePlan, progress: Progress | None
@@ -326,15 +294,24 @@ class HfWriter(FolderWriter):
         return found
 
     def _header(
-        self,
-        file: str,
-        tensors: Sequence[FileTensor],
-        ties: Mapping[str, str],
-        save_id: str | None,
+        self, file: str, tensors: Sequence[FileTensor], ties: Mapping[str, str], save_id: str | None
     ) -> bytes:
         """Return the bytes of a file before its tensors; only one of several has a save id."""
-        own = {} if save_id is None else {"file": file, "save_id": save_id, PART_OF: INDEX}
-        return _header(file, tensors, ties, self._remarks, own)
+        own: dict[str, Any] = {}
+        if save_id is not None:
+            own = {"file": file, "save_id": save_id, PART_OF: INDEX}
+        names = {tensor.name for tensor in tensors}
+        tied = {name: kept for name, kept in ties.items() if kept in names}
+        if tied:
+            own[TIED] = sorted(tied)
+        metadata = {"format": "pt", **self._remarks, **tied}
+        if own:
+            metadata["shardplan"] = json.dumps({"version": 1, **own}, separators=(",", ":"))
+        entries = []
+        for tensor in tensors:
+            kind = _kind(tensor.dtype, tensor.shape)
+            entries.append(entry_text(tensor.name, kind, tensor.begin, tensor.end))
+        return framed_entries(metadata, entries, file)
 
     def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Put the tensors in place, and what belongs beside them; see `Writer.commit`."""
@@ -342,7 +319,7 @@ class HfWriter(FolderWriter):
         new = [name for name in extra if not store.exists(name)]
         try:
             for name in new:
-                _put_beside(store, name, extra[name])
+                store.write(name, [extra[name]], nbytes=len(extra[name]), atomic=True)
             left = self._put_tensors(job)
         except Exception:
             if job.save_id not in self.unsure:
@@ -351,7 +328,7 @@ class HfWriter(FolderWriter):
             raise
         for name in extra.keys() - set(new):
             try:
-                _put_beside(store, name, extra[name])
+                store.write(name, [extra[name]], nbytes=len(extra[name]), atomic=True)
             except Exception as error:
                 doing = f"{name} was put beside a checkpoint that is there by now"
                 raise unsure_commit(store, error, doing) from error
@@ -369,7 +346,12 @@ class HfWriter(FolderWriter):
         else:
             old = _files_of(store)
             self.refuse(store, overwrite)
-            _check_there(store, new)
+            gone = sorted(new - set(store.list(recursive=False)))
+            if gone:
+                raise ExistsError(
+                    f"another save into {store.url} was committed meanwhile and removed {gone[0]}; "
+                    "let one save at a time write there"
+                )
             own = _own_name(SINGLE, save_id)
             if new == {own}:
                 with self.committing(save_id):
@@ -377,9 +359,12 @@ class HfWriter(FolderWriter):
                 new = {SINGLE}
             else:
                 new = self._put_index(store, parts, save_id, overwrite)
-        if SINGLE in old - new:
+        if SINGLE in old - new:  # which readers prefer to the new index
             with self.committing(save_id):
-                _remove_single(store)
+                try:
+                    store.delete([SINGLE])
+                except Exception as error:
+                    raise unsure_commit(store, error, f"the older {SINGLE} was removed") from error
         return _tidy(store, old, new)
 
     def _put_index(
@@ -416,29 +401,6 @@ class HfWriter(FolderWriter):
         return set(_decode(report)["files"]) - _files_of(store)
 
 
-def _header(
-    file: str,
-    tensors: Sequence[FileTensor],
-    ties: Mapping[str, str],
-    remarks: Mapping[str, str],
-    own: Mapping[str, Any],
-) -> bytes:
-    """Return the bytes of a file before its tensors; ``own`` is what we say of the file."""
-    names = {tensor.name for tensor in tensors}
-    tied = {name: kept for name, kept in ties.items() if kept in names}
-    own = {**own, TIED: sorted(tied)} if tied else own
-    metadata = {"format": "pt", **remarks, **tied}
-    if own:
-        metadata["shardplan"] = json.dumps({"version": 1, **own}, separators=(",", ":"))
-    table: dict[str, Any] = {"__metadata__": metadata}
-    for tensor in tensors:
-        entry = file_entry(tensor.dtype, tensor.shape)
-        assert entry is not None
-        span = [tensor.begin, tensor.end]
-        table[tensor.name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": span}
-    return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode(), file)
-
-
 def _ranges_of(
     plan: SharedPlan, pieces: Mapping[int, Piece], number: int
 ) -> Iterator[tuple[int, memoryview]]:
@@ -465,21 +427,6 @@ def _own_name(name: str, save_id: str) -> str:
     return name.replace("model-", f"model-{save_id}-", 1)
 
 
-def _is_own(name: str) -> bool:
-    """Return whether a file is called as only a save calls it that was not committed yet."""
-    return bool(_STRAY.fullmatch(name) or OWN_NAME.fullmatch(name))
-
-
-def _check_there(store: Store, files: set[str]) -> None:
-    """Refuse to commit files that another save has tidied away."""
-    gone = sorted(files - set(store.list(recursive=False)))
-    if gone:
-        raise ExistsError(
-            f"another save into {store.url} was committed meanwhile and removed {gone[0]}; let "
-            "one save at a time write there"
-        )
-
-
 def _is_taken(store: Store, count: int) -> bool:
     """Return whether a checkpoint may be using some of the names that a new one would have."""
     if store.exists(INDEX) or store.exists(SINGLE):
@@ -488,8 +435,15 @@ def _is_taken(store: Store, count: int) -> bool:
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
 
 
-def _put_beside(store: Store, name: str, data: bytes) -> None:
-    store.write(name, [data], nbytes=len(data), atomic=True)
+@lru_cache(maxsize=1024)
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    entry = file_entry(dtype, shape)
+    assert entry is not None
+    return kind_of_entry(*entry)
+
+
+def _report(files: Sequence[str], weights: Mapping[str, str], nbytes: int) -> bytes:
+    return json.dumps({"files": files, "weights": weights, "nbytes": nbytes}).encode()
 
 
 def _decode(report: bytes) -> dict[str, Any]:
@@ -507,14 +461,6 @@ def _files_of(store: Store) -> set[str]:
         with suppress(FormatError):  # what a damaged index names is left alone
             found |= set(read_index(store, INDEX).values())
     return found
-
-
-def _remove_single(store: Store) -> None:
-    """Remove the older checkpoint's only file, which readers prefer to the new one's index."""
-    try:
-        store.delete([SINGLE])
-    except Exception as error:
-        raise unsure_commit(store, error, f"the older {SINGLE} was removed") from error
 
 
 def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:

@@ -48,6 +48,7 @@ from .manifest import read_manifest
 from .record import MANIFEST, FileTable, Manifest
 
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
+_SMALL: Final = 1 << 14  # bytes of a block that is copied to be written together with others
 _STAGED: Final = 96 << 20  # memory that copies for one file in the making may take
 _COLLECTED: Final = 16 << 20  # bytes of a file that is hashed before it is written, if need be
 _COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
@@ -186,19 +187,22 @@ class _File:
     number: int
     name: str
     contents: Sequence[Piece | bytes]
-    slots: Sequence[Slot]
+    slots: Sequence[Slot | Piece]
+    nbytes: int  # of all items
     header: bytes
     is_summed: bool
 
     @property
     def size(self) -> int:
         """How many bytes it has."""
-        return len(self.header) + sum(slot.nbytes for slot in self.slots)
+        return len(self.header) + self.nbytes
 
     def staged(self, by_store: int) -> int:
         """Return how many bytes of memory it takes to write, given what the store may take."""
-        pieces = (one for one in self.contents if isinstance(one, Piece))
-        rough = sum(piece.nbytes for piece in pieces if not piece.is_plain)
+        rough = 0
+        for one in self.contents:
+            if isinstance(one, Piece) and (one.nbytes <= _SMALL or not one.is_plain):
+                rough += one.nbytes
         return min(_COPIES * rough, _STAGED) + min(2 * self.size, by_store)
 
     def write(self, store: Store, block_bytes: int) -> tuple[WrittenFile, ...]:
@@ -235,6 +239,8 @@ def _described_table(name: str, table: bytes) -> WrittenFile:
 class _Hashed:
     """The bytes of a file behind its header, hashed as they are taken.
 
+    Small items are copied together, which is faster than to write each from where it is.
+
     Attributes:
         sums: The checksum of each item; all are known once all bytes were taken.
     """
@@ -244,9 +250,18 @@ class _Hashed:
         self.sums: Sums = np.zeros(len(contents), np.uint64)
 
     def __iter__(self) -> Iterator[memoryview]:
+        held, room = list[memoryview](), _PIECE
         for number, content in enumerate(self._contents):
             digests = []
             for block in _blocks(content, self._block_bytes):
+                if held and len(block) > min(room, _SMALL):
+                    yield memoryview(b"".join(held))
+                    held, room = [], _PIECE
+                if len(block) <= _SMALL:
+                    held.append(block)
+                    room -= len(block)
+                    digests.append(xxhash.xxh3_64_intdigest(block))
+                    continue
                 state = xxhash.xxh3_64()
                 for start in range(0, len(block), _PIECE):
                     check_stopped()
@@ -254,6 +269,7 @@ class _Hashed:
                     yield block[start : start + _PIECE]
                 digests.append(state.intdigest())
             self.sums[number] = combine(digests)
+        yield memoryview(b"".join(held))
 
 
 def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
@@ -271,24 +287,23 @@ def _files(
     """Return the files to write; inline values lie in none."""
     files = write_plan(job.plan, job.rank, job.save_id)
     catalog, row_of = job.plan.items.catalog, job.plan.items.row
-    contents: dict[int, tuple[Piece | bytes, Slot]] = {}
-    for row, piece in pieces.items():
-        slot = Slot(piece.name, piece.dtype, piece.shape, piece.offsets)
-        contents[row] = (piece, slot)
+    data: dict[int, bytes] = {}
+    slots: dict[int, Slot | Piece] = {**pieces}
     for row in np.flatnonzero(catalog.is_bytes[row_of]).tolist():
         name = catalog.names[row_of[row]]
         if values[name].kind != "inline":
-            data = values[name].data
-            contents[row] = (data, Slot(name, "uint8", (len(data),), (0,)))
+            data[row] = values[name].data
+            slots[row] = Slot(name, "uint8", (len(data[row]),), (0,))
     found = []
     for number, file in enumerate(files.names):
-        held = [contents[row] for row in files.rows(number).tolist() if row in contents]
-        if held:
-            slots = [slot for _, slot in held]
-            small = sum(slot.nbytes for slot in slots) <= _COLLECTED
-            summed = job.store.can_write_head_last or small
-            header = build_header(file, slots, job.save_id, summed=summed)
-            found.append(_File(number, file, [data for data, _ in held], slots, header, summed))
+        rows = [row for row in files.rows(number).tolist() if row in slots]
+        if rows:
+            contents = [data[row] if row in data else pieces[row] for row in rows]
+            held = [slots[row] for row in rows]
+            nbytes = sum(slot.nbytes for slot in held)
+            summed = job.store.can_write_head_last or nbytes <= _COLLECTED
+            header = build_header(file, held, job.save_id, summed=summed)
+            found.append(_File(number, file, contents, held, nbytes, header, summed))
     return found
 
 

@@ -1,9 +1,7 @@
-"""Archives of `torch.save`, read in place and written in torch's own layout.
+"""Archives of `torch.save`: zip files with uncompressed, aligned records, anywhere in a file.
 
-An archive is a zip file that may lie anywhere in another file. Its records are stored uncompressed
-and aligned, so the bytes of a tensor can be read in place. Checksums follow the records, and the
-directory comes last: so every position is known before the first byte is written, and parts can be
-written in any order. Nothing here needs torch.
+Checksums follow the records, and the directory comes last: every position is known before the first
+byte is written, and parts can be written in any order.
 """
 
 from __future__ import annotations
@@ -51,8 +49,7 @@ def _data_begin(header: int, name: int, nbytes: int) -> int:
 
 def _zip64_field(nbytes: int, header: int) -> bytes:
     """Return the field for numbers that are too large for their places; empty if all fit."""
-    numbers = [nbytes, nbytes] if nbytes >= _HUGE else []
-    numbers += [header] if header >= _HUGE else []
+    numbers = [number for number in (nbytes, nbytes, header) if number >= _HUGE]
     return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
@@ -62,12 +59,15 @@ def _tail_size(nbytes: int, header: int) -> int:
 
 
 def described_crc(data: bytes, nbytes: int) -> int | None:
-    """Return the CRC-32 of a record's data from the descriptor after it; None if there is none."""
+    """Return the CRC-32 of a record's data from the descriptor after it; None if there is none.
+
+    It is 0 where torch was asked to compute none.
+    """
     for form in ("<4sI2I", "<4sI2Q"):
         if len(data) >= struct.calcsize(form):
             signature, crc, packed, size = struct.unpack_from(form, data)
             if signature == b"PK\x07\x08" and packed == size == nbytes:
-                return crc or None  # torch writes zeros if it is asked to compute none
+                return int(crc)
     return None
 
 
@@ -118,14 +118,7 @@ def in_memory(data: bytes, file: str) -> Window:
 
 @attrs.frozen
 class Record:
-    """A file in an archive; positions are counted from the archive's first byte.
-
-    Attributes:
-        header: Where its header begins.
-        nbytes: How many bytes of data it has.
-        end: Where the next record, or the directory, begins.
-        crc: The CRC-32 of its data; 0 if torch was asked to compute none.
-    """
+    """A file in an archive, from its header to the next record; ``crc`` is 0 if there is none."""
 
     name: str
     header: int
@@ -147,8 +140,7 @@ class Record:
 class Archive:
     """A `torch.save` archive; names of records lack the folder that torch puts them all in.
 
-    Attributes:
-        packed: How many records are compressed or encrypted, and left out.
+    Records that are compressed or encrypted are left out; ``packed`` counts them.
     """
 
     window: Window
@@ -162,13 +154,17 @@ class Archive:
 
     def pickle(self, limit: int) -> bytes:
         """Return its pickle, if this machine can read what it describes."""
-        file = self.window.file
-        if self.packed:
-            raise FormatError(file, "its records are compressed, which torch.save never does")
+        self.check_packing()
         if "byteorder" in self.records and self.read("byteorder", 8) != b"little":
             reason = "it was written on a machine of another byte order; load it with torch.load"
-            raise FormatError(file, reason)
+            raise FormatError(self.window.file, reason)
         return self.read("data.pkl", limit)
+
+    def check_packing(self) -> None:
+        """Refuse an archive with compressed records."""
+        if self.packed:
+            reason = "its records are compressed, which torch.save never does"
+            raise FormatError(self.window.file, reason)
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a small record whole."""
@@ -180,6 +176,19 @@ class Archive:
         if record.crc and sum_crc(data) != record.crc:
             raise self.window.fault(f"its record {name} does not fit its checksum")
         return data
+
+    def described_crc(self, name: str) -> int | None:
+        """Return the CRC-32 that follows the data of a record; None if none does."""
+        begin, nbytes = self.begin(name), self.records[name].nbytes
+        room = min(DESCRIPTOR, self.window.length - begin - nbytes)
+        return described_crc(self.window.read(begin + nbytes, room), nbytes)
+
+    def crc_at(self, begin: int, nbytes: int) -> int | None:
+        """Return the CRC-32, by the directory, of the record of just these bytes, if any."""
+        for name, record in self.records.items():
+            if record.nbytes == nbytes and self.begin(name) == begin:
+                return record.crc
+        return None
 
     def check_storages(self, nbytes: Mapping[str, int]) -> None:
         """Refuse an archive without the storages that its pickle refers to."""
@@ -208,26 +217,20 @@ class Archive:
 
 
 def read_archive(window: Window) -> Archive:
-    """Read the directory of an archive.
-
-    Raises:
-        FormatError: There is none, or it is damaged.
-    """
-    found = _find_directory(window)
-    if found.nbytes > LIMITS["directory"] or not 0 < found.entries * _CENTRAL.size <= found.nbytes:
-        raise window.fault(f"its directory of {found.entries:,} entries has {found.nbytes:,} bytes")
-    data = window.read(found.begin, found.nbytes)
+    """Read the directory of an archive, or raise a `FormatError`."""
+    begin, nbytes, count = _find_directory(window)
+    if nbytes > LIMITS["directory"] or not 0 < count * _CENTRAL.size <= nbytes:
+        raise window.fault(f"its directory of {count:,} entries has {nbytes:,} bytes")
+    data = window.read(begin, nbytes)
     try:
-        entries = sorted(_entries(data, found.entries))
+        entries = sorted(_entries(data, count))
     except (struct.error, RuntimeError, ValueError):
         raise window.fault("its directory is damaged") from None
-    ends = [entry.header for entry in entries[1:]] + [found.begin]
+    ends = [entry.header for entry in entries[1:]] + [begin]
     records: dict[str, Record] = {}
-    packed = 0
     for entry, end in zip(entries, ends, strict=True):
         if entry.packed:
-            packed += 1  # TorchScript does that
-            continue
+            continue  # TorchScript does that
         name = entry.name.decode("utf-8", "replace")
         inner = name.partition("/")[2]
         if not inner and not entry.nbytes:
@@ -237,7 +240,7 @@ def read_archive(window: Window) -> Archive:
             raise window.fault(f"its directory lists {name}, which cannot be")
         described = bool(entry.flags & _DESCRIBED)
         records[inner] = Record(name, entry.header, entry.nbytes, described, end, entry.crc)
-    return Archive(window, records, packed)
+    return Archive(window, records, sum(entry.packed for entry in entries))
 
 
 class _Entry(NamedTuple):
@@ -249,14 +252,6 @@ class _Entry(NamedTuple):
     flags: int
     crc: int
     packed: bool
-
-
-class _Directory(NamedTuple):
-    """Where a directory begins, and how many bytes and entries it has."""
-
-    begin: int
-    nbytes: int
-    entries: int
 
 
 def _entries(data: bytes, count: int) -> Iterator[_Entry]:
@@ -271,11 +266,10 @@ def _entries(data: bytes, count: int) -> Iterator[_Entry]:
         at = middle + extra + note
         if signature != b"PK\1\2" or at > len(data):
             raise ValueError
-        if nbytes == _HUGE or packed == _HUGE or header == _HUGE:
+        if _HUGE in (nbytes, packed, header):
             long = _zip64_numbers(data[middle : middle + extra])
-            nbytes, packed, header = [
-                next(long) if number == _HUGE else number for number in (nbytes, packed, header)
-            ]
+            sizes = (nbytes, packed, header)
+            nbytes, packed, header = [next(long) if n == _HUGE else n for n in sizes]
         is_packed = bool(method or flags & _ENCRYPTED or packed != nbytes)
         yield _Entry(header, nbytes, data[begin:middle], flags, crc, is_packed)
     if at != len(data):
@@ -290,7 +284,8 @@ def _zip64_numbers(extra: bytes) -> Iterator[int]:
         extra = extra[4 + size :]
 
 
-def _find_directory(window: Window) -> _Directory:
+def _find_directory(window: Window) -> tuple[int, int, int]:
+    """Return where the directory begins, and how many bytes and entries it has."""
     tail = window.read_tail(_TAIL)
     at = tail.rfind(b"PK\5\6")
     if at < 0 or at + _END.size > len(tail):
@@ -302,7 +297,7 @@ def _find_directory(window: Window) -> _Directory:
         signature, *_, count, size, begin = _END64.unpack(window.read(place, _END64.size))
         if signature != b"PK\6\6":
             raise window.fault("its end is damaged")
-    return _Directory(begin, size, count)
+    return begin, size, count
 
 
 # Writing
@@ -353,12 +348,10 @@ class _Placed:
 
 @attrs.frozen(eq=False, slots=False)
 class ArchiveLayout:
-    """An archive to write.
+    """An archive to write: its records, and those of them whose data comes from elsewhere.
 
-    Attributes:
-        records: Its records in order, each at its position.
-        storages: Those of them whose data comes from elsewhere.
-        known: The bytes before the data of each of these, and after the last; without descriptors.
+    ``known`` are the bytes before the data of each of these, and after the last, without
+    descriptors.
     """
 
     records: Sequence[_Placed]
@@ -420,12 +413,7 @@ class ArchiveLayout:
 
 
 def lay_out(pickle: bytes, storages: Sequence[int] = ()) -> ArchiveLayout:
-    """Place the records of an archive in the order in which torch writes them.
-
-    Args:
-        pickle: The pickle that `torch.load` reads.
-        storages: How many bytes each storage has that it refers to; they are named ``data/0`` etc.
-    """
+    """Place the records of an archive as torch does: a pickle, and storages of so many bytes."""
     contents: dict[str, bytes | int] = {
         "data.pkl": pickle,
         ".format_version": b"1",

@@ -21,7 +21,6 @@ from .archive import Archive, in_memory, read_archive
 from .standins import (
     Array,
     DType,
-    Fields,
     Later,
     Named,
     OddTensor,
@@ -46,11 +45,9 @@ from .unpickler import (
     require,
 )
 
-_DANGEROUS: Final = frozenset(
-    (
-        *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
-        *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
-    )
+_DANGEROUS: Final = (
+    *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
+    *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
 )
 
 
@@ -61,20 +58,17 @@ class _Storages:
         self.nbytes: dict[str, int] = {}
 
     def refer(self, pid: Any) -> StorageRef:
-        """Return a reference to a storage.
-
-        ``pid`` is a word, the type of storage, its key, its device and its number of elements.
-        """
-        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-            raise PickleError("it refers to something else than a storage")
+        """Return a storage, given a word, its type, its key, its device and its size."""
+        is_storage = type(pid) is tuple and len(pid) == 5 and pid[0] == "storage"
+        require(is_storage, "it refers to something else than a storage")
         _, kind, key, _, numel = pid
-        if type(kind) is not Named or type(key) is not str:
-            raise PickleError("it refers to a storage in an unknown way")
-        if kind.dtype not in ITEMSIZE:
-            raise PickleError(f"it holds a quantized tensor ({kind.name}); save its int_repr()")
+        is_known = type(kind) is Named and type(key) is str
+        require(is_known, "it refers to a storage in an unknown way")
+        why = f"it holds a quantized tensor ({kind.name}); save its int_repr()"
+        require(kind.dtype in ITEMSIZE, why)
         found = StorageRef(key, kind.dtype, *whole_numbers((numel,)))
-        if self.nbytes.setdefault(key, found.nbytes) != found.nbytes:
-            raise PickleError(f"storage {key[:80]} has different sizes")
+        same = self.nbytes.setdefault(key, found.nbytes) == found.nbytes
+        require(same, f"storage {key[:80]} has different sizes")
         return found
 
 
@@ -95,8 +89,8 @@ def _typed_tensor(
     dtype: Any,
     extra: Any = None,
 ) -> TensorLeaf | OddTensor:
-    if type(storage) is not StorageRef or type(dtype) not in (StorageRef, Named):
-        raise PickleError("a tensor is made of something else than a storage")
+    is_stored = type(storage) is StorageRef and type(dtype) in (StorageRef, Named)
+    require(is_stored, "a tensor is made of something else than a storage")
     require(dtype.dtype in ITEMSIZE, "a tensor is of an unknown dtype")
     require(type(extra) in (dict, type(None)), "a tensor's flags are not a dict")
     (start,) = whole_numbers((offset,))
@@ -135,10 +129,10 @@ def _layout(name: Any) -> Named:
 
 def _subclass(make: Any, kind: Any, args: Any, state: Any) -> Any:
     """Make a tensor with attributes, which are dropped, and refuse one of a class of its own."""
-    if type(make) is not Call or type(args) is not tuple or type(kind) not in (Call, Named):
-        raise PickleError("a tensor is of an unknown kind")
-    if not make.name.startswith("torch._utils._rebuild_"):
-        raise PickleError(f"a tensor is made by {make.name[:80]}")
+    is_known = type(make) is Call and type(args) is tuple and type(kind) in (Call, Named)
+    require(is_known, "a tensor is of an unknown kind")
+    is_torchs = make.name.startswith("torch._utils._rebuild_")
+    require(is_torchs, f"a tensor is made by {make.name[:80]}")
     if kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         return OddTensor(f"is a {kind.name}; save plain tensors instead")
     return make.make(*args)
@@ -160,15 +154,14 @@ def _bytearray(data: Any = b"", codec: Any = "latin-1") -> bytearray:
     """Return a bytearray of given bytes; the class itself would make one of any length."""
     if type(data) is bytes:
         return bytearray(data)
-    if type(data) is not str or codec != "latin-1":
-        raise PickleError("it makes a bytearray of something else than bytes")
+    is_text = type(data) is str and codec == "latin-1"
+    require(is_text, "it makes a bytearray of something else than bytes")
     return bytearray(data, "latin-1")
 
 
 def _distinct(items: Any, first: Callable[[Any], Any] = lambda item: item) -> Any:
     """Return items whose keys do not collide."""
-    if type(items) not in (list, tuple):
-        raise PickleError(f"it makes a collection of a {type(items).__name__}")
+    require(type(items) in (list, tuple), f"it makes a collection of a {type(items).__name__}")
     check_alike(map(first, items))
     return items
 
@@ -178,11 +171,8 @@ def _member(value: Any) -> Any:
     return value
 
 
-def _signal(number: Any) -> Simple:
-    return Simple("signal", "Signals", (_member(number),))
-
-
-def _path(*parts: Any) -> str:
+def join_path(*parts: Any) -> str:
+    """Return a path of the standard library as text."""
     require(all(type(part) is str for part in parts), "a path is made of something else than text")
     return "/".join(parts).replace("//", "/")
 
@@ -195,8 +185,8 @@ def _counter(counts: Any = None) -> Counter[Any]:
 
 
 def _complex(real: Any, imag: Any) -> complex:
-    if type(real) is not float or type(imag) is not float:
-        raise PickleError("a complex number is made of something else than two floats")
+    is_pair = type(real) is type(imag) is float
+    require(is_pair, "a complex number is made of something else than two floats")
     return complex(real, imag)
 
 
@@ -258,9 +248,9 @@ _CALLS: Final = calls(
         "torch.Size": lambda sizes=(): Later("torch.Size", None, False, whole_numbers(sizes)),
         "torch.device": partial(Later, "torch.device", None, False),
         "_io.BytesIO": Stream,
-        "argparse.Namespace": partial(Fields, "argparse", "Namespace"),
-        "types.SimpleNamespace": partial(Fields, "types", "SimpleNamespace"),
-        "signal.Signals": _signal,
+        "argparse.Namespace": lambda: Simple("argparse", "Namespace"),
+        "types.SimpleNamespace": lambda: Simple("types", "SimpleNamespace"),
+        "signal.Signals": lambda number: Simple("signal", "Signals", _member(number)),
         "numpy.dtype": DType,
         **{f"numpy.core.{name}": make for name, make in _NUMPY.items()},
         **{f"numpy._core.{name}": make for name, make in _NUMPY.items()},
@@ -281,27 +271,26 @@ NAMES: Final[Mapping[str, Any]] = {
 }
 """Names in pickles of state dicts and of values, besides those that the user allows."""
 
-_KINDS: Final = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-_SIMPLIFIED: Final = calls(
-    {
-        "megatron.core.enums.ModelType": _member,
-        "megatron.core.rerun_state_machine.RerunMode": _member,
-        "megatron.core.rerun_state_machine.RerunState": _member,
-        "megatron.core.transformer.enums.AttnBackend": _member,
-        "megatron.core.transformer.enums.CudaGraphScope": _member,
-        **{f"{lib}.{kind}": _path for lib in ("pathlib", "pathlib._local") for kind in _KINDS},
-    }
+_PATH_KINDS: Final = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+PATHS: Final = calls(
+    {f"pathlib{m}.{kind}": join_path for m in ("", "._local") for kind in _PATH_KINDS}
 )
+"""The names of paths, which become text."""
+_MEGATRON_ENUMS: Final = (
+    "enums.ModelType",
+    "rerun_state_machine.RerunMode",
+    "rerun_state_machine.RerunState",
+    "transformer.enums.AttnBackend",
+    "transformer.enums.CudaGraphScope",
+)
+_SIMPLIFIED: Final = PATHS | calls({f"megatron.core.{n}": _member for n in _MEGATRON_ENUMS})
 """Names in the values of Megatron-core: an enum's member becomes its value, and a path text."""
 
 _OWN_OF_TORCH: Final = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
 
 
 class _Allowed(dict[str, Any]):
-    """`NAMES` and the names that the user allowed; ``seen`` lists those that were looked up.
-
-    With ``sealed``, all others are there too: some as plain values, most for their names alone.
-    """
+    """`NAMES` and what the user allowed; with ``sealed`` all others too, which are not built."""
 
     def __init__(self, sealed: bool) -> None:
         super().__init__()
@@ -353,11 +342,7 @@ class Nested:
 
 
 def load_nested(data: bytes, *, sealed: bool = False) -> Nested:
-    """Read the pickle of a state dict or of a value.
-
-    With ``sealed``, objects that are not allowed are refused when they are built, not before, and
-    some become plain values.
-    """
+    """Read a pickle; with ``sealed``, what is not allowed is refused only when it is built."""
     names, storages = _Allowed(sealed), _Storages()
     value = load_pickle(data, names, storages.refer)
     return Nested(value, storages.nbytes, tuple(names.seen))
@@ -368,17 +353,15 @@ def load_tensor(data: bytes) -> StoredTensor:
     found = load_nested(data).value
     if type(found) is OddTensor:
         raise PickleError(f"it {found.why}")
-    if type(found) is not TensorLeaf:
-        raise PickleError(f"it holds a {type(found).__name__}, not a tensor")
-    return found.stored
+    require(type(found) is TensorLeaf, f"it holds a {type(found).__name__}, not a tensor")
+    return found.stored  # type: ignore[no-any-return]
 
 
 def load_archive(archive: Archive, *, plain: bool = False) -> Any:
     """Return the value that an archive of `torch.save` holds; ``plain`` if torch is not there."""
     limit = archive.window.length
     nested = load_nested(archive.pickle(limit))
-    if plain and needs_torch(nested.value):
-        raise PickleError("it needs torch")
+    require(not plain or not needs_torch(nested.value), "it needs torch")
     archive.check_storages(nested.storages)
     return build_value(
         nested.value, lambda key: memoryview(bytearray(archive.read(f"data/{key}", limit)))

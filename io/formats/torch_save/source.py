@@ -1,8 +1,7 @@
 """Reading `torch.save` files: their pickle says where the elements of every tensor lie.
 
-Only the pickle is read; torch is needed only for values that are not plain. A tensor may be a view
-of its storage whose axes nest, in any order and with gaps: a box of a row-major array. Any other
-view (every second column, a repeated row) is refused when it is asked for.
+A tensor may be a view of its storage whose axes nest, in any order and with gaps: a box of a
+row-major array. Any other view (every second column, a repeated row) is refused when asked for.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shardplan.planning import (
 
 from ...checksums import CRC32
 from ...errors import FormatError, listed
-from ...pool import Pool, ProgressCallback
+from ...pool import Pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import LIMITS, ChunkPlace, Findings, Format, Source, read_bytes, read_ranges
 from .archive import Archive, Window, read_archive
@@ -39,7 +38,7 @@ from .standins import (
     TensorLeaf,
     build_value,
     needs_torch,
-    sealed_names,
+    sealed_name,
 )
 from .unpickler import PickleError, Sealed
 from .verify import Stored, check_archives
@@ -73,18 +72,11 @@ class TorchFormat(Format):
 
         return TorchWriter(file)
 
-    def verify(
-        self,
-        store: Store,
-        name: str = "",
-        *,
-        progress: ProgressCallback | None = None,
-        pool: Pool | None = None,
-    ) -> Findings:
+    def verify(self, store: Store, name: str = "", **options: Any) -> Findings:
         """Compare every record with its checksum; see `Format.verify`."""
-        opened = self.open(store, name, pool)
+        opened = self.open(store, name)
         whole = Stored(name, 0, store.size(name), tensors=opened.tensors_by_record())
-        return attrs.evolve(check_archives(store, [whole], progress, pool), files=1)
+        return attrs.evolve(check_archives(store, [whole], **options), files=1)
 
 
 def open_file(store: Store, name: str, *, sealed: bool = False) -> TorchSource:
@@ -199,7 +191,7 @@ class TorchSource(Source):
 
     def refused_values(self) -> dict[str, str]:
         """Return why some values can only be refused, by name."""
-        found = {name: next(sealed_names(leaf), None) for name, leaf in self._flat.items()}
+        found = {name: sealed_name(leaf) for name, leaf in self._flat.items()}
         return {name: explain_name(kind) for name, kind in found.items() if kind is not None}
 
     def _read_storage(self, key: str) -> memoryview:
@@ -221,11 +213,7 @@ def _find_tensors(flat: Mapping[str, Any]) -> dict[str, TensorLeaf]:
 
 
 def place_view(file: int, begin: int, tensor: StoredTensor) -> ChunkPlace:
-    """Return where a view lies, given where its storage begins in a file.
-
-    Raises:
-        PickleError: Its elements are not a box of a row-major array.
-    """
+    """Return where a view lies, given where its storage begins, or raise a `PickleError`."""
     nested = nest(tensor.size, tensor.stride)
     if nested is None:
         raise PickleError(
@@ -240,11 +228,10 @@ def place_view(file: int, begin: int, tensor: StoredTensor) -> ChunkPlace:
 def nest(
     size: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-    """Return a row-major array whose first corner is a view of some shape and strides.
+    """Return a row-major array whose first corner is a view; None if there is none.
 
-    Returns:
-        The sizes of the array, in the order in which its axes are stored, and the view's axis that
-        each is (None if they are in order); None if there is no such array.
+    The array is given by its sizes, in the order in which its axes are stored, and the view's axis
+    that each is (None if they are in order).
 
     >>> nest((2, 3), (3, 1)), nest((2, 3), (1, 2)), nest((4, 3), (6, 1))
     (((2, 3), None), ((3, 2), (1, 0)), ((4, 6), None))

@@ -1,9 +1,8 @@
 """Stand-ins for what torch's pickles hold, and how values are built from them.
 
-A stand-in describes an object without being it: a tensor is a place in a file. So a file can be
-inspected without torch. `build_value` makes the objects once a value is asked for; the stand-ins
-that need torch import it. No foreign function is called, except those that the user allowed
-with ``torch.serialization.add_safe_globals``. `names` lists what a pickle may name.
+A file can be inspected without torch: a tensor is a place in it. `build_value` makes the objects
+once a value is asked for. No foreign function is called, except those that the user allowed with
+``torch.serialization.add_safe_globals``. `names` lists what a pickle may name.
 """
 
 from __future__ import annotations
@@ -69,12 +68,7 @@ class StorageRef:
 
 @attrs.frozen
 class StoredTensor:
-    """A tensor as a pickle describes it.
-
-    Attributes:
-        offset: Where in the storage it starts, in elements.
-        size, stride: Its shape and its strides, in elements.
-    """
+    """A tensor as a pickle describes it; ``offset`` and ``stride`` count elements."""
 
     storage: StorageRef
     dtype: str
@@ -143,7 +137,7 @@ class OddTensor(StandIn):
 
 @attrs.frozen(eq=False)
 class Named(StandIn):
-    """A constant of torch or numpy, such as a dtype; `dtype` is empty for others."""
+    """A constant of torch or numpy, such as a dtype; ``dtype`` is empty for others."""
 
     needs_torch = True
     name: str
@@ -170,7 +164,7 @@ class Later(Stateful):
         self.name, self.target, self.is_new, self.args = name, target, is_new, args
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self) -> Sequence[Any]:  # type: ignore[override]
         """Everything that it holds."""
         return (*self.args, self.state)
 
@@ -194,34 +188,21 @@ class Later(Stateful):
         return made
 
 
-@attrs.frozen(eq=False)
-class Simple(StandIn):
-    """An object of the standard library, whose class `names` lists; `args` are numbers or text."""
+class Simple(Stateful):
+    """An object of the standard library, made of numbers or text; its state is its attributes."""
 
-    module: str
-    kind: str
-    args: tuple[Any, ...]
+    __slots__ = ("args", "kind", "module")
 
-    def build(self, builder: Builder) -> Any:
-        """Return the object."""
-        return getattr(import_module(self.module), self.kind)(*self.args)
-
-
-class Fields(Stateful):
-    """A plain namespace of the standard library; its state is its attributes."""
-
-    __slots__ = ("kind", "module")
-
-    def __init__(self, module: str, kind: str) -> None:
+    def __init__(self, module: str, kind: str, *args: Any) -> None:
         super().__init__()
-        self.module, self.kind = module, kind
+        self.module, self.kind, self.args = module, kind, args
 
     def build(self, builder: Builder) -> Any:
-        """Return the namespace."""
-        made = getattr(import_module(self.module), self.kind)()
+        """Return the object; attributes are those of a namespace."""
+        made = getattr(import_module(self.module), self.kind)(*self.args)
         if self.state is not None:
-            if type(self.state) is not dict or not all(type(name) is str for name in self.state):
-                raise PickleError("it holds a namespace whose attributes have no names")
+            named = type(self.state) is dict and all(type(name) is str for name in self.state)
+            require(named and not self.args, f"it holds a {self.kind} with odd attributes")
             vars(made).update(builder.build(self.state))
         return made
 
@@ -285,18 +266,17 @@ def make_array(data: Any, dtype: Any, shape: Any, order: Any = "C") -> Any:
 
 def needs_torch(value: Any) -> bool:
     """Return True if torch is needed to build a value."""
-    if isinstance(value, StandIn):
-        return value.needs_torch or any(map(needs_torch, value.parts))
-    if isinstance(value, Mapping):
-        return any(needs_torch(k) or needs_torch(v) for k, v in value.items())
-    return isinstance(value, (list, tuple, set, frozenset)) and any(map(needs_torch, value))
+    return any(isinstance(part, StandIn) and part.needs_torch for part in _walk(value))
 
 
-def sealed_names(value: Any) -> Iterator[str]:
-    """Yield the refused classes and functions that a value needs."""
-    if isinstance(value, (Sealed, Call)):
-        yield value.name
-        return
+def sealed_name(value: Any) -> str | None:
+    """Return a refused class or function that a value needs; None if there is none."""
+    return next((part.name for part in _walk(value) if isinstance(part, (Sealed, Call))), None)
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    """Yield a value and all that it holds."""
+    yield value
     parts: Iterable[Any] = ()
     if isinstance(value, StandIn):
         parts = value.parts
@@ -305,16 +285,13 @@ def sealed_names(value: Any) -> Iterator[str]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         parts = value
     for part in parts:
-        yield from sealed_names(part)
+        yield from _walk(part)
 
 
 def build_value(value: Any, read: Callable[[str], memoryview]) -> Any:
-    """Build what a pickle described; plain containers are copied.
+    """Build what a pickle described, of plain values and stand-ins; plain containers are copied.
 
-    Args:
-        value: Plain values and stand-ins.
-        read: Returns the bytes of a storage, writable, given its key. Only storages that the value
-            needs are read.
+    ``read`` returns the bytes of a storage, writable; only those that the value needs are read.
     """
     try:
         return Builder(read).build(value)

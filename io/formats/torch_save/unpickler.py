@@ -1,23 +1,16 @@
 r"""A restricted unpickler: it calls only functions from a table, and bounds what they cost.
 
-A pickle is a program for a small stack machine. This machine knows the operations of protocols 1 to
-5 that Python's own pickler and torch emit. A name in a pickle is looked up in a table, which holds
-a constant or a `Call`: a function of ours that returns a plain value or a *stand-in*, a sealed
-record that describes an object instead of being it. Nothing else is called.
+A name in a pickle is looked up in a table, which holds a constant or a `Call`: a function of ours
+that returns a plain value or a *stand-in*, a sealed record that describes an object instead of
+being it. Nothing else is called. Memory and time are bounded by the pickle's own length, which
+Python's unpickler cannot be restricted to, as it hashes a key before its cost is known:
 
-Memory and time are bounded by the pickle's own length. Python's own unpickler has no such bounds:
-
-1. Strings and numbers are cut out of the pickle: a length that reaches past its end is an error.
-   Any other operation makes one small object.
+1. A length that reaches past the pickle's end is an error. Other operations make one small object.
 2. There is a budget of work, proportional to the length. Whatever is passed to a `Call`, or becomes
    a key, is charged before as if all of it were copied and hashed.
 3. Few keys of one collection may have the same hash.
 4. What is taken from the memo again is charged for all its parts, as often as each occurs: a walk
    over the result visits no more than that.
-
-Python's unpickler cannot be restricted to this: it hashes a key before its cost is known. To
-split a pickle with `pickletools.genops` first would take two thirds of the time that all this does.
-Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -25,6 +18,7 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import attrs
@@ -39,10 +33,7 @@ class RefusedName(PickleError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(name)
-
-    def __str__(self) -> str:
-        return f"it names `{self.name}`, which is not allowed there"
+        super().__init__(f"it names `{name}`, which is not allowed there")
 
 
 def require(valid: bool, reason: str) -> None:
@@ -57,13 +48,10 @@ class StandIn:
     __slots__ = ()
     needs_torch: ClassVar[bool] = False
 
-    @property
-    def parts(self) -> Sequence[Any]:
-        """Everything that it holds."""
-        return ()
+    parts: Sequence[Any] = ()  # everything that it holds
 
     def build(self, builder: Any) -> Any:
-        """Return the object; ``builder`` is a `names.Builder`."""
+        """Return the object; ``builder`` is a `standins.Builder`."""
         raise PickleError(f"it holds a {type(self).__name__} as a value")
 
 
@@ -77,7 +65,7 @@ class Stateful(StandIn):
         self.state = None
 
     @property
-    def parts(self) -> Sequence[Any]:
+    def parts(self) -> Sequence[Any]:  # type: ignore[override]
         """Everything that it holds."""
         return (self.state,)
 
@@ -154,8 +142,6 @@ def load_pickle(
 
 
 class _Machine:
-    """The stack machine; the module's docstring says what it charges."""
-
     def __init__(
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None
     ) -> None:
@@ -165,16 +151,10 @@ class _Machine:
         self._work = _WORK + _PART * len(data)
 
     def run(self) -> Any:
-        """Run the pickle and return its result.
-
-        This is one loop, with the most frequent operations first, because the metadata of a
-        checkpoint has millions of them.
-        """
+        """Run the pickle in one loop, frequent operations first: metadata has millions of them."""
         data, size, alone, again = self._data, len(self._data), _ALONE, self._again
-        number2, number4, marked = _U2, _U4, _MARKED
-        memo: dict[int, Any] = {}
-        marks: list[list[Any]] = []
-        stack: list[Any] = []
+        number4, marked, memo = _U4, _MARKED, dict[int, Any]()
+        marks, stack = list[list[Any]](), list[Any]()
         push, pos = stack.append, 0
         try:
             while True:
@@ -245,9 +225,6 @@ class _Machine:
                 elif op == 0x86:  # TUPLE2
                     found = stack.pop()
                     stack[-1] = (stack[-1], found)
-                elif op == 0x4D:  # BININT2
-                    push(number2(data, pos)[0])
-                    pos += 2
                 elif op == 0x8C or op == 0x58:  # SHORT_BINUNICODE, BINUNICODE
                     short = op == 0x8C
                     begin = pos + (1 if short else 4)
@@ -258,16 +235,13 @@ class _Machine:
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
-                elif op == 0x4A:  # BININT
-                    push(_I4(data, pos)[0])
-                    pos += 4
+                elif op in _NUMBERS:
+                    push(_NUMBERS[op].unpack_from(data, pos)[0])
+                    pos += _NUMBERS[op].size
                 elif op == 0x51:  # BINPERSID
                     stack[-1] = self._refer(stack[-1])
                 elif op in _CONSTANTS:
                     push(_CONSTANTS[op])
-                elif op == 0x47:  # BINFLOAT
-                    push(_F8(data, pos)[0])
-                    pos += 8
                 elif op == 0x61:  # APPEND
                     found = stack.pop()
                     _expect(stack[-1], list).append(found)
@@ -308,7 +282,6 @@ class _Machine:
             raise PickleError(_CUT if pos >= size else "it is damaged") from None
 
     def _find(self, module: str, name: str) -> Any:
-        """Look up a name, in Python 3's spelling."""
         self._charge(module, name)
         full = f"{_RENAMED.get(module, module)}.{name}"
         found = self._names.get(full)
@@ -344,7 +317,7 @@ class _Machine:
             target[key] = value
 
     def _check_keys(self, target: Any, keys: Sequence[Any]) -> None:
-        """Charge for keys that are added to a collection, and check their hashes if it is large."""
+        """Charge for keys that are added, and check their hashes if the collection is large."""
         self._charge(*keys)
         if len(target) + len(keys) > _ALIKE:
             check_alike(keys, self._hashes.setdefault(id(target), (target, Counter()))[1])
@@ -363,10 +336,8 @@ class _Machine:
 def _cost(values: Iterable[Any], most: int, walk: bool = False) -> int:
     """Return what it costs to copy and hash values: each part counts as often as it occurs.
 
-    Args:
-        values: Values of any kind.
-        most: Where to stop counting.
-        walk: Count what it costs to walk over them: stand-ins are entered, and text is not copied.
+    Counting stops at ``most``. With ``walk``, count what it costs to walk over them: stand-ins are
+    entered, and text is not copied.
     """
     cost, todo = 0, list(values)
     skipped, each = (_ALONE - {bytes}, 1) if walk else (_FIXED, _PART)
@@ -406,7 +377,7 @@ def _expect(value: Any, kind: type) -> Any:
 
 
 def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
-    """Read an operand that follows its length; return where it ends, and its value."""
+    """Read a value that follows its length; return where it ends, too."""
     width, make = _LENGTHS[op]
     begin = pos + width
     end = begin + int.from_bytes(data[pos:begin], "little")
@@ -414,25 +385,16 @@ def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
     return end, make(data[begin:end])
 
 
-def _text(data: bytes) -> str:
-    return str(data, "utf-8", "surrogatepass")
-
-
-def _whole(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
 _CUT: Final = "it is cut short"
-_U2: Final = struct.Struct("<H").unpack_from
 _U4: Final = struct.Struct("<I").unpack_from
-_I4: Final = struct.Struct("<i").unpack_from
-_F8: Final = struct.Struct(">d").unpack_from
+_NUMBERS: Final = {k: struct.Struct(f) for k, f in ((0x4D, "<H"), (0x4A, "<i"), (0x47, ">d"))}
 _MARKED: Final = frozenset((0x75, 0x74, 0x65, 0x90, 0x91))  # operations on all since a mark
+_whole: Final = partial(int.from_bytes, byteorder="little", signed=True)
 _EMPTY: Final = {0x7D: dict, 0x5D: list, 0x8F: set}  # EMPTY_DICT, EMPTY_LIST, EMPTY_SET
 _CONSTANTS: Final = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
 _LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
-    0x8D: (8, _text),  # BINUNICODE8
+    0x8D: (8, lambda data: str(data, "utf-8", "surrogatepass")),  # BINUNICODE8
     0x43: (1, bytes),  # SHORT_BINBYTES
     0x42: (4, bytes),  # BINBYTES
     0x8E: (8, bytes),  # BINBYTES8

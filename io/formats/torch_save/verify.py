@@ -14,18 +14,12 @@ from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import Store, StoreError
 from ..base import Fault, Findings
 from ..checks import Region, check_regions
-from .archive import Window, read_archive
+from .archive import Archive, Window, read_archive
 
 
 @attrs.frozen(eq=False)
 class Stored:
-    """An archive: its bytes of a file, and what they hold.
-
-    Attributes:
-        offset, length: Its bytes there.
-        key: The tensor or value that it holds; None if it holds a whole state dict.
-        tensors: The tensors of a whole state dict that lie in each record, by the record's name.
-    """
+    """An archive: its bytes of a file, and the key that they hold, or the tensors by record."""
 
     file: str
     offset: int
@@ -37,7 +31,7 @@ class Stored:
 def check_archives(
     store: Store,
     archives: Sequence[Stored],
-    callback: ProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> Findings:
     """Compare every record of some archives with its checksum."""
@@ -47,9 +41,9 @@ def check_archives(
     unreadable = [found for found in opened if isinstance(found, Fault)]
     regions = [region for found in opened if not isinstance(found, Fault) for region in found]
     bare = [archive for archive, found in zip(archives, opened, strict=True) if not found]
-    progress = Progress(sum(sum(region.blocks) for region in regions), callback)
-    checked = check_regions(store, regions, CRC32, progress, pool)
-    progress.finish()
+    done = Progress(sum(sum(region.blocks) for region in regions), progress)
+    checked = check_regions(store, regions, CRC32, done, pool)
+    done.finish()
     note = f"{len(bare):,} of {len(archives):,} archives have no checksums"
     return Findings(
         (*unreadable, *checked.faults),
@@ -65,7 +59,11 @@ def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
     file, offset, end = archive.file, archive.offset, archive.offset + archive.length
     try:
         found = read_archive(Window(store, file, offset, archive.length))
+        found.check_packing()
+        found.begin("data.pkl")  # without which nothing can be loaded
         begins = {name: found.begin(name) for name in found.records}
+        if archive.key is not None:
+            _check_descriptors(found)
     except FormatError as error:
         return Fault("header", file, error.reason, archive.key, offset, end)
     except StoreError as error:
@@ -83,3 +81,14 @@ def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
         )
         for name, record in sorted(found.records.items(), key=lambda pair: pair[1].header)
     ]
+
+
+def _check_descriptors(archive: Archive) -> None:
+    """Refuse an archive whose storages are described in another way than its directory does.
+
+    A load of a DCP checkpoint takes its checksums from the descriptors, which follow the elements.
+    """
+    for name, record in archive.records.items():
+        is_used = name.startswith("data/") and record.described and record.nbytes
+        if is_used and archive.described_crc(name) != record.crc:
+            raise archive.window.fault(f"the descriptor after its record {name} is damaged")

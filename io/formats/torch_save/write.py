@@ -38,17 +38,14 @@ from .unpickler import PickleError
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
+_NAMESPACES: Final = (Namespace, SimpleNamespace)
 
 
 class TorchWriter(Writer):
-    """Writes files that `torch.load` reads with ``weights_only=True``.
+    """Writes files that `torch.load` reads with ``weights_only=True``, from a single process.
 
-    A file has one writer, so this format is for a single process. The file appears when it is
-    complete: what was there before is there until then.
-
-    Attributes:
-        file: The file's name in the store; see `open_target`.
-        tied: Names that share another's elements, and those others.
+    The file appears when it is complete. ``tied`` are names that share another's elements, and
+    those others.
     """
 
     max_ranks = 1
@@ -81,8 +78,11 @@ class TorchWriter(Writer):
 
     def write(self, job: WriteJob) -> Part:
         """Write the file; see `Writer.write`. It is in place at once, being the only part."""
-        if job.rank != 0:
-            raise _too_many()
+        if job.rank:
+            raise ValueError(
+                "a torch checkpoint is one file, which one process writes; save in another format "
+                "and `convert` that to a file"
+            )
         plan, (flat, _) = job.plan, flatten(job.sd)
         pieces, values, refused = collect(flat, plan, progress=job.progress)
         cut = sorted({*split_tensors(plan)})
@@ -97,43 +97,26 @@ class TorchWriter(Writer):
         number = {name: at for at, name in enumerate(stored)}
         number |= {name: number[kept] for name, kept in ties.items()}
         leaves = _leaves(flat, plan, tensors, number)
-        values = {name: _without_namespaces(value) for name, value in values.items()}
+        values = {n: _plain(v) if type(v) in _NAMESPACES else v for n, v in values.items()}
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
         layout = lay_out(pickle, [piece.nbytes for piece in held])
         contents = FileContents(
-            lambda local: layout.contents(blocks_of(held, local)),
-            threads_for(job.pool, 1),
+            lambda local: layout.contents(blocks_of(held, local)), threads_for(job.pool, 1)
         )
-        size = layout.size
         check_size(self.file, len(pickle), "pickle")
         check_size(self.file, layout.directory_size, "directory")
-        write_file(job.store, self.file, contents, nbytes=size, atomic=True)
-        return Part(1, size, b"")
+        write_file(job.store, self.file, contents, nbytes=layout.size, atomic=True)
+        return Part(1, layout.size, b"")
 
     def commit(self, job: CommitJob) -> tuple[str, ...]:
-        """See that there was one part only; see `Writer.commit`."""
-        if len(job.reports) != 1:
-            raise _too_many()
+        """Tidy up: the file is in place; see `Writer.commit`."""
         tidy(job.store, file=self.file)
         return ()
 
-    def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Leave the file as it is: it was complete when it appeared."""
-
-
-def _too_many() -> ValueError:
-    return ValueError(
-        "a torch checkpoint is one file, which one process writes; save in another format and "
-        "`convert` that to a file"
-    )
-
 
 def _leaves(
-    flat: Mapping[str, Any],
-    plan: SavePlan,
-    tensors: Mapping[str, Piece],
-    number: Mapping[str, int],
+    flat: Mapping[str, Any], plan: SavePlan, tensors: Mapping[str, Piece], number: Mapping[str, int]
 ) -> dict[str, Leaf]:
     """Say how each tensor is pickled, given the number of its storage."""
     leaves = {}
@@ -152,10 +135,7 @@ def _pickle(
     values: Mapping[str, Any],
     refused: Mapping[str, str],
 ) -> tuple[bytes, list[torch.UntypedStorage]]:
-    """Return the pickle of the nested state dict, having made sure that it is safe to load.
-
-    Storages of tensors that hide in values come with it.
-    """
+    """Return the pickle of the nested state dict, safe to load, and storages hidden in values."""
     data = plan.planner_data
     paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
     place = {name: at for at, name in enumerate(flat)}
@@ -207,15 +187,9 @@ def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
     return dumped
 
 
-def _without_namespaces(value: Any) -> Any:
-    """Return a namespace as a dict of plain values, for torch loads no other; all else as it is."""
-    if type(value) in (Namespace, SimpleNamespace):
-        return _plain(value)
-    return value
-
-
 def _plain(value: Any) -> Any:
-    if type(value) in (Namespace, SimpleNamespace):
+    """Return what is in a namespace without namespaces and enums, which torch does not load."""
+    if type(value) in _NAMESPACES:
         return {name: _plain(part) for name, part in vars(value).items()}
     if type(value) in (list, tuple):
         return type(value)(map(_plain, value))
@@ -264,9 +238,7 @@ class Leaf:
 
 @attrs.frozen
 class _Storage:
-    """The storage of a leaf: its type in torch, its key, and its number of elements."""
-
-    kind: Any
+    kind: Any  # its type in torch
     key: str
     numel: int
 
@@ -328,11 +300,7 @@ def _storage_types() -> Mapping[Any, str]:
 
 
 def pickle_nested(nested: Any, first: int = 0) -> tuple[bytes, list[torch.UntypedStorage]]:
-    """Return the pickle of a nested state dict whose tensors are leaves.
-
-    Returns:
-        The pickle, and the storages of tensors inside values, which are numbered from ``first`` on.
-    """
+    """Return a pickle, and the storages of tensors inside values, numbered from ``first`` on."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, first)
     pickler.dump(nested)

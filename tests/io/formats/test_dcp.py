@@ -963,3 +963,25 @@ def test_values_are_read_within_the_memory_budget(tmp_path):
     assert found == sd
     assert 10 << 20 < pool.peak_bytes <= 24 << 20
     assert peak < sum(map(len, sd.values())) + pool.max_bytes
+
+
+@pytest.mark.parametrize("nbytes", [1, 4, 100, 4096])
+def test_a_stretch_of_zeros_anywhere_in_a_data_file_is_found_by_load_and_by_verify(
+    tmp_path, nbytes
+):
+    wanted = {"w": torch.rand(20, 20), "v": torch.arange(1, 9)}
+    shardplan.save(wanted, tmp_path, format="dcp")
+    (file,) = tmp_path.glob("*.distcp")
+    sound = file.read_bytes()
+    for at in range(0, len(sound), max(nbytes // 2, 17)):
+        harmed = bytearray(sound)
+        harmed[at : at + nbytes] = bytes(len(harmed[at : at + nbytes]))
+        file.write_bytes(harmed)
+        is_sound = shardplan.verify(tmp_path).ok
+        try:
+            found = shardplan.restore(tmp_path)
+        except FormatError:
+            assert harmed != sound
+            assert not is_sound, f"verify missed what restore refuses: byte {at}"
+        else:
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted), at

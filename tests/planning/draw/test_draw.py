@@ -27,6 +27,8 @@ from shardplan.planning import (
     global_plan,
     load_plan,
     local_plan,
+    world_metadata,
+    world_plans,
 )
 from shardplan.planning.draw import (
     Picture,
@@ -37,7 +39,6 @@ from shardplan.planning.draw import (
     traffic_matrix,
 )
 from shardplan.planning.draw import svg as drawing
-from shardplan.planning.mesh.worlds import world_metadata, world_plans
 from shardplan.planning.reports.origins import writers_of
 from shardplan.planning.testing import strategies
 

@@ -14,8 +14,11 @@ from shardplan.planning import (
     Shard,
     StridedShard,
     TensorSpec,
+    adam,
     derive_plans,
+    find_issues,
     global_plan,
+    llama3_8b,
     world_plans,
 )
 
@@ -55,6 +58,38 @@ def test_derived_plans_are_those_of_the_coordinator_hints_included(plans):
         assert ours.planner_data == theirs.planner_data
         if len(theirs.items):
             assert np.array_equal(ours.items.hint, theirs.items.hint)
+
+
+@st.composite
+def large_worlds(draw):
+    """Tensors that are worth cutting, on a small mesh."""
+    mesh = Mesh(a=draw(st.integers(1, 4)), b=draw(st.integers(1, 3)))
+    specs = {}
+    for number in range(draw(st.integers(1, 5))):
+        size = [draw(st.integers(1, 9)), draw(st.sampled_from([1 << 10, 1 << 16, 70_000]))]
+        dims = st.integers(0, 1)
+        kinds = [st.just(Replicate())] * 3 + [st.builds(Shard, dims)]
+        placements = draw(st.lists(st.one_of(kinds), min_size=2, max_size=2))
+        dtype = draw(st.sampled_from(["float32", "uint8"]))
+        specs[f"t{number}"] = TensorSpec(size, dtype, placements if draw(st.booleans()) else ())
+    return world_plans({**specs, "step": 1}, mesh)
+
+
+@given(large_worlds())
+def test_cut_replicas_are_derived_as_the_coordinator_cuts_them(plans):
+    expected, metadata = global_plan(plans)
+    derived, described = derive_plans(plans)
+    assert described == metadata
+    for ours, theirs in zip(derived, expected, strict=True):
+        assert ours == theirs
+        assert np.array_equal(ours.items.hints, theirs.items.hints)
+
+
+def test_a_replicated_model_is_written_evenly_by_many_ranks():
+    plans, metadata = derive_plans(world_plans(adam(llama3_8b()), Mesh(dp=512)))
+    written = [plan.nbytes for plan in plans]
+    assert max(written) <= 1.1 * sum(written) / 512
+    assert find_issues(metadata) == ()
 
 
 def test_chunks_whose_holders_overlap_in_part_are_given_out_as_the_coordinator_does():

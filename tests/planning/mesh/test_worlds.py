@@ -48,6 +48,7 @@ from shardplan.planning import (
     local_chunks,
     local_plan,
 )
+from shardplan.planning.mesh import SpecLayout, WorldPlans, world_metadata, world_plans
 from shardplan.planning.mesh import worlds as topology
 from shardplan.planning.mesh.placements import Cut, Only, axis_runs, shard_runs
 from shardplan.planning.mesh.presets import (
@@ -63,7 +64,6 @@ from shardplan.planning.mesh.presets import (
     pipeline,
     tensor_parallel,
 )
-from shardplan.planning.mesh.worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tensor_specs
 
 SHAPES = shapes(max_side=14, max_dims=3)

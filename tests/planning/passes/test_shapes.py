@@ -353,7 +353,7 @@ def test_passes_print_compare_and_have_inverses():
     assert repr(pad("w", to=8, axis=1)) == "pad('w', to=8, axis=1)"
     assert len({split("a", ["b", "c"]), split("a", ["b", "c"]), split("a", ["b", "d"])}) == 2
     for step, hint in [
-        (concat(["a", "b"], "c"), "states the length of each part"),
+        (concat(["a", "b"], "c"), "state the length of each part"),
         (reshape("w", (2, 3)), "of="),
         (pad("w", to=3), "of="),
         (trim("w", to=3), "of="),

@@ -35,8 +35,9 @@ from shardplan.planning import (
     resolve_overlaps,
     share_reads,
     traffic_matrix,
+    world_metadata,
+    world_plans,
 )
-from shardplan.planning.mesh.worlds import world_metadata, world_plans
 from shardplan.planning.reports import CostModel, FileCost, RankCost, explain
 from shardplan.planning.reports.diff import PlanDiff, plan_diff
 from shardplan.planning.reports.origins import why, writers_of

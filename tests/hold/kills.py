@@ -1,0 +1,413 @@
+"""Kill a process at each of its storage operations: the checkpoint is then the old or the new one.
+
+Run as ``kills.py KILLS [JOB ...]``: that many kills, spread over all jobs and all their operations.
+
+A child is forked for each kill. It counts what it does to files (opening for writing, writing,
+syncing, renaming, deleting, ...), and ends itself by SIGKILL in place of one of them, a write
+having been half done. Another child then looks at what is there with shardplan's public functions.
+"""
+
+import functools
+import itertools
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+import attrs
+import torch
+
+import shardplan
+from shardplan.dist import run_ranks
+from shardplan.io.errors import FormatError
+
+FORMATS = ("safetensors", "dcp", "hf", "torch")
+CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
+WRITES = ("write", "pwrite", "writev", "pwritev")
+SYNCS = ("fsync", "fdatasync", "posix_fallocate", "copy_file_range", "sendfile")
+
+
+def state(value):
+    """Make a state dict whose every element says which save it is of."""
+    tensors = {f"layers.{i}.w": torch.full((64, 33), float(value)) for i in range(3)}
+    return tensors | {"bias": torch.full((), float(value))}
+
+
+def value_of(path):
+    """Read all of a checkpoint, and return which save it is of."""
+    found = shardplan.restore(path)
+    values = {float(v) for tensor in shardplan.restore(path).values() for v in tensor.unique()}
+    assert set(found) == set(state(0)), f"names are lost: {sorted(found)}"
+    assert len(values) == 1, f"two saves are mixed: {values}"
+    return values.pop()
+
+
+def target(root, form):
+    """Return where a checkpoint of some format lies."""
+    return root / ("step-1.pt" if form == "torch" else "step-1")
+
+
+# Jobs: what stands before, what is done, and which values may be there afterwards
+
+
+@attrs.frozen
+class Job:
+    """What a process does while it is killed."""
+
+    before: object  # makes what stands before, given the folder of the case
+    act: object  # does it; done again after the kill, it succeeds
+    allowed: object  # given the folder, raises if something is wrong or lost
+    after: object  # the same, once it was done again
+
+
+def nothing(root):
+    """Start from an empty folder."""
+
+
+def is_sound(path):
+    report = shardplan.verify(path)
+    assert report.ok, str(report)
+
+
+def one_of(path, *values, may_be_absent):
+    """Check that a checkpoint is one of some saves, or absent where it may be."""
+    try:
+        shardplan.open_checkpoint(path)
+    except FormatError:
+        assert may_be_absent, f"{path.name} is lost"
+        return
+    assert value_of(path) in values
+    is_sound(path)
+
+
+def nothing_is_left(root):
+    """Check that what killed jobs left is recognised, and goes."""
+    before = {path.name for path in root.iterdir()}
+    shardplan.prune(root, keep_last=9, min_age=0)
+    shown = shardplan.prune(root, keep_last=9, min_age=0, dry_run=True)
+    assert not shown.leftovers, f"{shown.leftovers} stayed of {before}"
+
+
+def save_job(form, old):
+    """Save, where nothing is or over an older checkpoint."""
+
+    def before(root):
+        if old:
+            shardplan.save(state(1), target(root, form), format=form)
+
+    def act(root):
+        shardplan.save(state(2), target(root, form), format=form, overwrite=True)
+
+    def allowed(root):
+        one_of(target(root, form), *([1, 2] if old else [2]), may_be_absent=not old)
+        newest = shardplan.latest(root)
+        assert newest is None or value_of(Path(newest)) in {1, 2}
+
+    def after(root):
+        one_of(target(root, form), 2, may_be_absent=False)
+        nothing_is_left(root)
+
+    return Job(before, act, allowed, after)
+
+
+def async_job(old):
+    """Save in the background."""
+    plain = save_job("safetensors", old)
+
+    def act(root):
+        shardplan.async_save(state(2), root / "step-1", overwrite=True).result()
+
+    return attrs.evolve(plain, act=act)
+
+
+def ranks_job(old):
+    """Save on three ranks (threads of the killed process), a part each."""
+    plain = save_job("safetensors", old)
+
+    def part(comm, root, value):
+        whole = state(value)
+        names = sorted(whole)[comm.rank :: 3]
+        shardplan.save({n: whole[n] for n in names}, root / "step-1", overwrite=True, comm=comm)
+
+    def before(root):
+        if old:
+            run_ranks(3, lambda comm: part(comm, root, 1))
+
+    return attrs.evolve(
+        plain, before=before, act=lambda root: run_ranks(3, lambda comm: part(comm, root, 2))
+    )
+
+
+def convert_job(source, form):
+    """Convert a checkpoint into another format."""
+    made = f"made{'.pt' if form == 'torch' else ''}"
+
+    def act(root):
+        shardplan.convert(target(root, source), root / made, format=form, overwrite=True)
+
+    def allowed(root):
+        one_of(target(root, source), 1, may_be_absent=False)
+        one_of(root / made, 1, may_be_absent=True)
+
+    def after(root):
+        one_of(target(root, source), 1, may_be_absent=False)
+        one_of(root / made, 1, may_be_absent=False)
+        nothing_is_left(root)
+
+    return Job(
+        lambda root: shardplan.save(state(1), target(root, source), format=source),
+        act,
+        allowed,
+        after,
+    )
+
+
+def prune_job():
+    """Remove the older two of three checkpoints, and what a killed save left."""
+
+    def before(root):
+        for step in (1, 2, 3):
+            shardplan.save(state(step), root / f"step-{step}")
+            os.utime(root / f"step-{step}" / "shardplan.json", (step, step))
+
+    def act(root):
+        shardplan.prune(root, keep_last=1, min_age=0)
+
+    def newest(root):
+        path = shardplan.latest(root)
+        assert path is not None, "the newest is lost"
+        assert value_of(Path(path)) == 3
+        for step in (1, 2):
+            one_of(root / f"step-{step}", step, may_be_absent=True)
+
+    def after(root):
+        newest(root)
+        one_of(root / "step-3", 3, may_be_absent=False)
+        assert not any((root / f"step-{step}" / "shardplan.json").exists() for step in (1, 2))
+
+    return Job(before, act, newest, after)
+
+
+def manager_job():
+    """Run a training loop with a manager that keeps the last two."""
+
+    def manager(root):
+        return shardplan.Checkpoints(root / "run", every=1, keep=shardplan.Keep(last=2))
+
+    def act(root):
+        checkpoints = manager(root)
+        held = state(0)
+        for step in range(checkpoints.restore(held, default=1), 6):
+            checkpoints.save(step, {name: tensor * 0 + step for name, tensor in held.items()})
+        checkpoints.wait()
+
+    def allowed(root):
+        held = state(0)
+        step = manager(root).restore(held, default=1) if (root / "run").exists() else 1
+        assert {float(v) for t in held.values() for v in t.unique()} == {float(step - 1)}
+
+    def after(root):
+        allowed(root)
+        checkpoints = manager(root)
+        checkpoints.save(6, state(6))
+        checkpoints.wait()
+        assert checkpoints.steps() == (5, 6)  # what was being dropped goes with the next save
+
+    return Job(nothing, act, allowed, after)
+
+
+def jobs():
+    """Return all jobs by name."""
+    made = {
+        f"{'overwrite' if old else 'save'} {form}": save_job(form, old)
+        for form in FORMATS
+        for old in (False, True)
+    }
+    for old in (False, True):
+        made[f"async {'overwrite' if old else 'save'}"] = async_job(old)
+        made[f"3 ranks {'overwrite' if old else 'save'}"] = ranks_job(old)
+    pairs = itertools.permutations(FORMATS, 2)
+    made |= {f"convert {source} to {form}": convert_job(source, form) for source, form in pairs}
+    return made | {"prune": prune_job(), "manager": manager_job()}
+
+
+# Killing
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)  # other threads go on for a moment: not this one
+
+
+def count_operations(root, kill_at, count):
+    """Have this process count what it does to files below a folder, and die at one of them.
+
+    ``count`` is memory that the parent sees: the number so far.
+    """
+    numbers = itertools.count()
+
+    def passes():
+        number = next(numbers)
+        count[0:8] = (number + 1).to_bytes(8, "little")
+        return number != kill_at
+
+    def audit(event, args):
+        if event == "open":
+            path, _mode, flags = args
+            changes = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            if not changes or not str(path).startswith(str(root)):
+                return
+        elif event not in CHANGES:
+            return
+        if not passes():
+            die()
+
+    def half(real, name, fd, data, *more):
+        """Do half of a write before dying."""
+        if passes():
+            return real(fd, data, *more)
+        parts = list(data) if name.endswith("v") else [data]
+        flat = b"".join(bytes(part) for part in parts)
+        torn = flat[: len(flat) // 2]
+        real(fd, [torn] if name.endswith("v") else torn, *more)
+        return die()
+
+    def whole(real, *args, **options):
+        if not passes():
+            die()
+        return real(*args, **options)
+
+    sys.addaudithook(audit)
+    for name in WRITES:
+        setattr(os, name, functools.partial(half, getattr(os, name), name))
+    for name in SYNCS:
+        setattr(os, name, functools.partial(whole, getattr(os, name)))
+
+
+def in_child(work, *args, seconds=None):
+    """Run in a forked process; return its exit status and what it said went wrong."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work(*args)
+            status = 0
+        except BaseException:  # the parent is told
+            os.write(writer, traceback.format_exc().encode()[-8000:])
+        os._exit(status)
+    os.close(writer)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    with open(reader, "rb") as stream:
+        said = stream.read().decode()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
+
+
+def must(work, *args):
+    """Run in a forked process, which must succeed."""
+    status, said = in_child(work, *args)
+    assert status == 0, said or f"ended by signal {-status}"
+
+
+@attrs.frozen
+class Prepared:
+    """A job with the folder that it begins with, and how many operations it has."""
+
+    name: str
+    job: Job
+    folder: Path
+    operations: int
+    seconds: float
+
+
+def prepare(name, job, scratch):
+    """Make what stands before a job, and count its operations."""
+    import mmap
+
+    folder = scratch / "before"
+    folder.mkdir(parents=True)
+    must(job.before, folder)
+    trial = scratch / "trial"
+    shutil.copytree(folder, trial)
+    count = mmap.mmap(-1, 8)
+
+    def counted():
+        count_operations(trial, -1, count)
+        job.act(trial)
+
+    begun = time.monotonic()
+    must(counted)
+    seconds = time.monotonic() - begun
+    must(job.after, trial)
+    return Prepared(name, job, folder, int.from_bytes(count[:], "little"), seconds)
+
+
+def kill_once(case, root, *, at=None, after=None):
+    """Kill a job at an operation, or after some seconds; return what is wrong, if anything."""
+    import mmap
+
+    shutil.copytree(case.folder, root)
+    count = mmap.mmap(-1, 8)
+
+    def doomed():
+        if at is not None:
+            count_operations(root, at, count)
+        case.job.act(root)
+
+    try:
+        status, said = in_child(doomed, seconds=after)
+        if status not in (0, -signal.SIGKILL):
+            return f"it failed where it should have been killed:\n{said}"
+        for step in (case.job.allowed, case.job.act, case.job.after):
+            status, said = in_child(step, root)
+            if status:
+                return f"{step.__qualname__}:\n{said or status}"
+    finally:
+        shutil.rmtree(root)
+    return ""
+
+
+def hold(kills, names=(), seed=0):
+    """Kill that many times; return rows of (job, operations, kills, what went wrong)."""
+    chance, table = random.Random(seed), {}
+    with tempfile.TemporaryDirectory(prefix="hold-") as folder:
+        known = jobs()
+        cases = [
+            prepare(name, known[name], Path(folder) / str(i))
+            for i, name in enumerate(names or known)
+        ]
+        points = [(case, at, None) for case in cases for at in range(case.operations)]
+        chosen = chance.sample(points, min(len(points), kills))
+        while len(chosen) < kills:  # at any time, once each operation had its turn
+            case = chance.choice(cases)
+            chosen.append((case, None, chance.uniform(0, case.seconds)))
+        for number, (case, at, after) in enumerate(chosen):
+            wrong = kill_once(case, Path(folder) / f"kill-{number}", at=at, after=after)
+            row = table.setdefault(case.name, [case.operations, 0, []])
+            row[1] += 1
+            if wrong:
+                when = f"operation {at}" if after is None else f"{after:.4f} s"
+                row[2].append(f"{case.name}, killed at {when}: {wrong}")
+    return [(name, *row) for name, row in sorted(table.items())]
+
+
+def main(kills, *names):
+    """Print a line per job; end with an error if anything was wrong or lost."""
+    rows = hold(int(kills), names)
+    for name, operations, done, wrong in rows:
+        print(f"{name:32} {operations:4} operations {done:5} kills {len(wrong):3} wrong")
+    faults = [fault for *_, wrong in rows for fault in wrong]
+    print(f"{sum(row[2] for row in rows):,} kills, {len(faults)} wrong")
+    print(*faults[:10], sep="\n\n")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
