@@ -72,6 +72,23 @@ def test_every_chunk_lies_where_the_plan_of_its_rank_puts_it(plans, inline):
                 assert columns[0][place][max(hint, 0)] == number
 
 
+def test_replicas_that_are_cut_between_their_holders_lie_where_each_writes_its_share():
+    specs = {
+        "whole": TensorSpec((1 << 20, 64), "float32", [Replicate(), Replicate()]),
+        "rows": TensorSpec((1 << 20, 64), "float32", [Replicate(), Shard(0)]),
+        "small": TensorSpec((4,), "float32", [Shard(0), Replicate()]),
+    }
+    plans, metadata = derive_plans(world_plans(specs, Mesh(dp=3, tp=2)))
+    entries, files = metadata.state_dict_metadata, numbered(plans)
+    found, listed = (
+        chunk_places(entries, given_plans, files, [True] * 3)
+        for given_plans in (plans, tuple(plans))
+    )
+    assert len(set(found.columns[found.entry[entries.row_of["whole"]]].tolist())) > 1
+    assert [c.tolist() for c in found.columns] == [c.tolist() for c in listed.columns]
+    assert found.entry.tolist() == listed.entry.tolist()
+
+
 def test_a_chunk_that_no_rank_wrote_is_named():
     specs = {"w": TensorSpec((4,), "float32", [Shard(0)])}
     plans, metadata = derive_plans(world_plans(specs, Mesh(dp=2)))
