@@ -74,6 +74,7 @@ bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/io.py
 	$(BIN)/python -P benchmarks/formats.py
 	$(BIN)/python -P benchmarks/ranks.py
+	$(BIN)/python -P benchmarks/async.py
 	$(BIN)/python -P benchmarks/cli.py
 
 build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)

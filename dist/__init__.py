@@ -7,7 +7,7 @@ either succeeds on every rank or raises the same `CheckpointError` on every rank
 imported only by `torch_comm`.
 
 - `comm`: a group of ranks and its meetings; `threads` and `processes` implement it
-- `steps`: what ranks do together
+- `steps`: what ranks do together; `exchange`: messages between any two of them
 - `rendezvous`: how processes meet and notice that one is gone; `transport`: their messages
 - `errors`: what can go wrong
 
@@ -18,6 +18,7 @@ imported only by `torch_comm`.
 
 from .comm import Comm, Meeting, Pending, Reduce, solo
 from .errors import CheckpointError, Failure, LostRanksError
+from .exchange import exchange, swap
 from .processes import torch_comm
 from .steps import (
     StepResult,
@@ -53,6 +54,8 @@ __all__ = [
     "all_gather",
     "broadcast",
     "all_keys",
+    "exchange",
+    "swap",
     "encode_json",
     "decode_json",
     # what can go wrong

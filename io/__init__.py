@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         ValueRefusedError,
         listed,
     )
+    from .fingerprints import PlaceSums, fingerprint_of, place_sums
     from .optional import HAS_TORCH, torch
     from .pool import Pool, Progress, ProgressCallback, default_pool
     from .stores import MissingFileError, Store, StoreError, open_store
@@ -42,6 +43,7 @@ __getattr__, __dir__ = door(
         "checksums": "BlockSums Proof Sums combine hash_views xxhash",
         "compare": "TensorDiff compare_tensors named_errors same_value",
         "errors": "ExistsError FormatError LoadError UnsureCommitError ValueRefusedError listed",
+        "fingerprints": "PlaceSums fingerprint_of place_sums",
         "optional": "HAS_TORCH torch",
         "pool": "Pool Progress ProgressCallback default_pool",
         "stores": "MissingFileError Store StoreError open_store",

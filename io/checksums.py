@@ -199,6 +199,7 @@ class BlockSums:
 
     def __init__(self) -> None:
         self._chunks: dict[Key, _Partial] = {}
+        self._whole: dict[Key, tuple[int, int]] = {}  # of chunks of one block: sum, and bytes
         self._lock = threading.Lock()
         self.matched: set[Key] = set()
         self.verified = self.nbytes = 0
@@ -210,30 +211,42 @@ class BlockSums:
             held.digests.update(digests)
             held.nbytes += nbytes
 
+    def add_whole(self, keys: Iterable[Key], digests: Iterable[int], sizes: Iterable[int]) -> None:
+        """Add the checksums, and the bytes, of chunks that have one block each."""
+        with self._lock:
+            self._whole.update(zip(keys, zip(digests, sizes, strict=True), strict=True))
+
     def take(self, other: BlockSums) -> None:
         """Add what another one holds."""
         for key, held in other._chunks.items():
             self.add(key, held.count, held.digests, held.nbytes)
+        with self._lock:
+            self._whole.update(other._whole)
         self.matched.update(other.matched)
 
     def incomplete(self, keys: Iterable[Key]) -> list[Key]:
         """Return those of some chunks that did not match yet, and lack checksums of blocks."""
         with self._lock:
-            known = {key for key, held in self._chunks.items() if held.complete}
+            known = {
+                key for key, held in self._chunks.items() if held.complete
+            } | self._whole.keys()
         return [key for key in keys if key not in known and key not in self.matched]
 
     def compare(self, source: Source) -> list[Key]:
         """Compare all complete chunks with a checkpoint's, drop them, and return damaged ones."""
+        combine, found = source.checksum.combine, dict[Key, int]()
         with self._lock:
             done = {key: held for key, held in self._chunks.items() if held.complete}
             self._chunks = {key: held for key, held in self._chunks.items() if key not in done}
-        damaged = []
-        for (key, held), expected in zip(done.items(), source.chunk_sums(list(done)), strict=True):
-            digests = [held.digests[number] for number in range(held.count)]
-            if expected is not None and source.checksum.combine(digests) != expected:
-                damaged.append(key)
-        self.matched.update(done.keys() - set(damaged))
-        self.verified += len(done) - len(damaged)
+            whole, self._whole = self._whole, {}
+        for key, held in done.items():
+            found[key] = combine([held.digests[number] for number in range(held.count)])
+        found |= {key: combine([digest]) for key, (digest, _) in whole.items()}
+        expected = zip(found.items(), source.chunk_sums(list(found)), strict=True)
+        damaged = [key for (key, own), known in expected if known is not None and own != known]
+        self.matched.update(found.keys() - damaged)
+        self.verified += len(found) - len(damaged)
+        self.nbytes += sum(size for _, size in whole.values())
         self.nbytes += sum(held.nbytes for held in done.values())
         return damaged
 
@@ -246,7 +259,8 @@ class BlockSums:
     def pack(self) -> list[tuple[Any, ...]]:
         """Return what is known as plain data that can be sent to another rank."""
         packed = []
-        for key, held in self._chunks.items():
+        whole = {key: _Partial(1, {0: digest}, size) for key, (digest, size) in self._whole.items()}
+        for key, held in (self._chunks | whole).items():
             numbers, digests = np.array([*held.digests], "<i8"), [*held.digests.values()]
             blocks = numbers.tobytes(), np.array(digests, "<u8").tobytes()
             packed.append((*key, held.count, held.nbytes, *blocks))

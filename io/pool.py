@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
@@ -112,6 +113,10 @@ class Pool:
         self._end()
         for thread in self._threads:
             thread.join()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give another process a pool of the same limits."""
+        return partial(Pool, max_workers=self.max_workers, max_bytes=self.max_bytes), ()
 
     def __enter__(self) -> Pool:
         return self

@@ -7,7 +7,6 @@ A pass may permute, merge and part axes. Both sides then have a common refined s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 import attrs
 
@@ -21,7 +20,7 @@ __all__ = ["Window"]
 Sizes = tuple[int, ...]
 
 
-@attrs.frozen(eq=False, slots=False)
+@attrs.frozen(eq=False)
 class Window:
     """A box of tensor memory, with the axes that the checkpoint gives it.
 
@@ -46,7 +45,7 @@ class Window:
         """Return a whole tensor, as it is."""
         return cls(tensor, tuple(tensor.shape))
 
-    @cached_property
+    @property
     def tensor(self) -> torch.Tensor | None:
         """The elements as a view of the memory in `sizes`; None if strides cannot say where."""
         if self.axes is None:

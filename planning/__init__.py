@@ -13,6 +13,7 @@ from .check import check, find_issues
 from .door import door
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
+from .frozen import FrozenDict, freeze
 from .geometry.axes import Axes
 from .geometry.overlap import Overlap, fills, gaps, overlap
 from .geometry.tilings import Boxes, Chunk, Grid, Tiling, tile
@@ -26,7 +27,7 @@ from .records import (
     WriteItem,
     WriteItemType,
 )
-from .tree import FrozenDict, flatten, freeze, unflatten
+from .tree import flatten, unflatten
 
 if TYPE_CHECKING:  # the same names as below, by module
     # isort: off
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
     from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, renumbered, span
+    from .frozen import from_json, to_json
     from .load import (
         Strict, global_load_plan, load_plan, loads_into, resolve_overlaps, strict_patterns,
     )  # fmt: skip
@@ -73,7 +75,8 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .sources import dropped_names, with_replicas
     from .storage import (
         Access, BoxReads, ByteRanges, ChunkPlaces, CopyPlan, FetchPlan, Requests, StoredChunks,
-        WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, write_plan,
+        TransferPlan, WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, transfer_plan,
+        write_plan,
     )  # fmt: skip
     from .tensors import find_object, find_shard, held, kind_of, placement_of, shard_finder, spec_of
     from .testing import assert_all_saved, assert_read_once, assert_written_once
@@ -82,8 +85,8 @@ if TYPE_CHECKING:  # the same names as below, by module
         shape_text,
     )  # fmt: skip
     from .tree import (
-        Path, _is_leaf, empty_names, entry_of, from_json, is_tensor, leaves, nesting_issues,
-        nodes_of, retyped, to_json, with_entry,
+        Path, _is_leaf, empty_names, entry_of, is_tensor, leaves, nesting_issues, nodes_of,
+        retyped, with_entry,
     )  # fmt: skip
     # isort: on
 
@@ -102,6 +105,7 @@ __getattr__, __dir__ = door(
         "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
         "dtypes": "ITEMSIZE",
         "errors": "EXTRAS listed named_extras nearest_hint nearest_names renumbered span",
+        "frozen": "from_json to_json",
         "load": "Strict global_load_plan load_plan loads_into resolve_overlaps strict_patterns",
         "mappings": "",
         "matching": "whole_names",
@@ -131,7 +135,8 @@ __getattr__, __dir__ = door(
         "sources": "dropped_names with_replicas",
         "storage": (
             "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
-            "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
+            "TransferPlan WritePlan byte_ranges coalesce copy_plan fetch_plan transfer_plan "
+            "write_plan"
         ),
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
@@ -140,15 +145,15 @@ __getattr__, __dir__ = door(
             "shape_text"
         ),
         "tree": (
-            "Path _is_leaf empty_names entry_of from_json is_tensor leaves nesting_issues nodes_of "
-            "retyped to_json with_entry"
+            "Path _is_leaf empty_names entry_of is_tensor leaves nesting_issues nodes_of retyped "
+            "with_entry"
         ),
     },
 )
 
 __all__ = [
-    "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks", "WritePlan",
-    "copy_plan", "fetch_plan", "write_plan",
+    "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks",
+    "TransferPlan", "WritePlan", "copy_plan", "fetch_plan", "transfer_plan", "write_plan",
     "Axes", "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel",
     "DerivedPlans", "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType",
     "LoadPlan", "Mesh", "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass",

@@ -12,19 +12,6 @@ import attrs
 
 from .errors import Issue, listed, span
 
-__all__ = [
-    "How",
-    "LoadOffer",
-    "SaveOffer",
-    "SaveVerdict",
-    "compare_saves",
-    "conflicts",
-    "differing_loads",
-    "ranks_by_value",
-    "table_tag",
-    "unmatched_everywhere",
-]
-
 How = Literal["alone", "cached", "derived", "gathered"]
 """How ranks get the plan of a save."""
 
@@ -36,47 +23,29 @@ _REMEDY: Final = (
 
 @attrs.frozen
 class SaveOffer:
-    """What one rank offers before a save: fingerprints, and a name for the save.
+    """What one rank offers before a save: fingerprints, and a name for the save."""
 
-    Attributes:
-        save_id: A name for the save.
-        cached: The tag of the complete plan that it has in its cache; empty if there is none.
-        described: The tag of the description of what it holds; empty if there is none.
-        templated: Likewise, with templates for names that carry the rank's number.
-        target: The destination, as text.
-        passes: The passes over the plans of all ranks, as text.
-        held: The `table_tag` of the values that must be equal on all ranks that hold them.
-    """
-
-    save_id: str
-    cached: str
-    described: str
-    templated: str
-    target: str
-    passes: str
-    held: str
+    save_id: str  # a name for the save
+    cached: str  # the tag of the complete plan that it has in its cache; empty if there is none
+    described: str  # the tag of the description of what it holds; empty if there is none
+    templated: str  # likewise, with templates for names that carry the rank's number
+    target: str  # the destination, as text
+    passes: str  # the passes over the plans of all ranks, as text
+    held: str  # the `table_tag` of the values that must be equal on all ranks that hold them
 
 
 @attrs.frozen
 class SaveVerdict:
-    """The coordinator's decision about all offers.
-
-    Attributes:
-        save_id: The name of the save.
-        how: How ranks get their plan.
-        conflict: Arguments that differ between ranks and must not; empty if there are none.
-        speakers: If ranks hold different values: one rank per distinct table, by position.
-        parts: If plans are derived: which description each rank has, numbered from 0 in order of
-            first use; empty if all have the same.
-        by_template: Whether these are the descriptions with templates.
-    """
+    """The coordinator's decision about all offers."""
 
     save_id: str
     how: How
-    conflict: str
+    conflict: str  # arguments that differ between ranks and must not; empty if there are none
+    # If ranks hold different values: one rank per distinct table, by position.
     speakers: tuple[int, ...]
-    parts: tuple[int, ...] = ()
-    by_template: bool = False
+    # If plans are derived from several descriptions: one rank per distinct one, by position.
+    describers: tuple[int, ...] = ()
+    by_template: bool = False  # whether these are the descriptions with templates
 
 
 def compare_saves(
@@ -95,15 +64,16 @@ def compare_saves(
     plain, templated = [o.described for o in offers], [o.templated for o in offers]
     by_template = len({*templated}) < len({*plain})
     tags = templated if by_template else plain
-    number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
-    few = len(number) == 1 or 2 * len(number) <= len(offers)
+    describers = tuple(map(tags.index, dict.fromkeys(tags)))
+    few = len(describers) == 1 or 2 * len(describers) <= len(offers)
     ways: dict[How, bool] = {
         "cached": all(offer.cached == offers[0].cached != "" for offer in offers),
-        "derived": few and "" not in number,
+        "derived": few and "" not in tags,
         "gathered": True,
     }
     how = next(how for how, is_possible in ways.items() if is_possible)
-    parts = tuple(number[tag] for tag in tags) if how == "derived" and len(number) > 1 else ()
+    if how != "derived" or len(describers) == 1:
+        describers = ()
     first: dict[str, int] = {}
     for place, offer in enumerate(offers):
         first.setdefault(offer.held, place)
@@ -118,7 +88,7 @@ def compare_saves(
         how,
         "".join(differing[:1]),
         tuple(first.values()) if len(first) > 1 else (),
-        parts,
+        describers,
         by_template,
     )
 
@@ -187,17 +157,11 @@ def _conflict(name: str, where: str, sides: Iterable[list[int]]) -> Issue:
 
 @attrs.frozen
 class LoadOffer:
-    """What one rank wants of a load.
+    """What one rank wants of a load."""
 
-    Attributes:
-        save: The name or the fingerprint of the checkpoint it has opened.
-        place: Where that is, as text.
-        unmatched: Patterns of ``strict`` that match no name on this rank.
-    """
-
-    save: str
-    place: str
-    unmatched: tuple[str, ...]
+    save: str  # the name or the fingerprint of the checkpoint it has opened
+    place: str  # where that is, as text
+    unmatched: tuple[str, ...]  # patterns of `strict` that match no name on this rank
 
 
 def differing_loads(offers: Sequence[LoadOffer], ranks: Sequence[int]) -> str:

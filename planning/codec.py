@@ -25,16 +25,11 @@ from .columns.arrays import (
 from .columns.items import Catalog, WriteItems
 from .columns.reads import ReadItems, Transfers
 from .errors import CodecError, Issue
+from .frozen import from_json, to_json
 from .geometry.tilings import Boxes, Grid, Tiling
 from .metadata import Entries, Layout, Metadata, StorageMeta
 from .plans import LoadPlan, Plan, SavePlan
 from .records import KeyReport, TensorProperties
-from .tree import from_json, to_json
-
-__all__ = [
-    "contents_tag", "decode_metadata", "decode_plan", "decode_plans", "encode_metadata",
-    "encode_plan", "fingerprint", "tag_of_parts",
-]  # fmt: skip
 
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ from typing import Any, Final, NamedTuple
 
 from .errors import nearest_hint, nearest_names
 
-__all__ = ["ITEMSIZE", "Dtype", "can_hold", "dtype_name", "is_exact_cast", "itemsize"]
-
 Dtype = str | Any
 """A dtype as users write it: ``"bfloat16"``, ``torch.bfloat16`` or ``np.dtype("float32")``."""
 

@@ -11,8 +11,6 @@ import attrs
 
 from .text import runs
 
-__all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
-
 _SHOWN = 8
 _COMPARED = 2000  # names compared in a search for similar ones
 
@@ -23,26 +21,19 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Issue:
-    """One fault of a plan or a checkpoint.
+    """One fault of a plan or a checkpoint."""
 
-    Attributes:
-        kind: ``overlap``, ``gap``, ``out_of_bounds``, ``conflict``, ``too_large``, ``missing``,
-            ``uncovered``, ``shape``, ``dtype``, ``type``, ``lossy``, ``unmatched`` (a pattern) or
-            ``label`` (of a partition).
-        fqn: The name of the tensor or value in the checkpoint.
-        message: A sentence for people: what was expected, what came, what to try.
-        ranks: The ranks concerned, ascending; empty if the fault is not specific to ranks.
-        region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
-        remedy: An argument to try, printed after the message; may be empty.
-        summary: A sentence printed once, instead of the messages of all issues that share it.
-    """
-
+    # `overlap`, `gap`, `out_of_bounds`, `conflict`, `too_large`, `missing`, `uncovered`, `shape`,
+    # `dtype`, `type`, `lossy`, `unmatched` (a pattern) or `label` (of a partition).
     kind: str
-    fqn: str
-    message: str
+    fqn: str  # the name of the tensor or value in the checkpoint
+    message: str  # a sentence for people: what was expected, what came, what to try
+    # The ranks concerned, ascending; empty if the fault is not specific to ranks.
     ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
+    # The elements concerned, as `(offsets, sizes)` in the tensor's global frame.
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    remedy: str = ""
+    remedy: str = ""  # an argument to try, printed after the message; may be empty
+    # A sentence printed once, instead of the messages of all issues that share it.
     summary: str = ""
 
     def __str__(self) -> str:

@@ -10,8 +10,6 @@ from typing import Any, Final, TypeVar
 
 from .errors import CodecError
 
-__all__ = ["SCALARS", "FrozenDict", "freeze", "from_json", "to_json"]
-
 K = TypeVar("K")
 V = TypeVar("V")
 

@@ -67,14 +67,6 @@ def llama_torchtitan_to_hf(
 
     The rows of a head of ``wq`` and ``wk`` lie in pairs here, and half by half there.
 
-    Args:
-        layers: How many layers there are.
-        heads: How many query heads.
-        kv_heads: How many key and value heads.
-        head_dim: The width of a head.
-        hidden: The width of the model.
-        required: Whether every rank must hold every tensor.
-
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"layers.0.attention.wk.weight": TensorSpec((4, 6))})
     >>> planner = llama_torchtitan_to_hf(
@@ -124,18 +116,8 @@ def llama_hf_to_megatron(
     """Map Hugging Face's Llama to that of Megatron-core.
 
     There, the queries of a group of heads are followed by its key and its value, gate and up
-    projections are one tensor, and each norm belongs to the linear layer after it.
-
-    Args:
-        layers: How many layers there are.
-        heads: How many query heads.
-        kv_heads: How many key and value heads, which is how many groups.
-        head_dim: The width of a head.
-        hidden: The width of the model.
-        ffn: The width of the feed-forward layer.
-        vocab: The size of the vocabulary, if Megatron pads it.
-        padded_vocab: Its size with padding.
-        required: Whether every rank must hold every tensor.
+    projections are one tensor, and each norm belongs to the linear layer after it. There are as
+    many groups as ``kv_heads``. If Megatron pads the vocabulary, give both of its sizes.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
@@ -216,12 +198,9 @@ def experts_to_stacked(
 ) -> Step[SavePlan]:
     """Map a tensor for each expert to one of all experts, with a new first axis.
 
-    Args:
-        experts: How many experts there are.
-        names: What each expert's weight is called, and what all experts' weight is called.
-        of: The path of the experts before; Mixtral's is ``"*.block_sparse_moe.experts"``.
-        into: Their path after.
-        required: Whether every rank must hold an expert of every name.
+    ``names`` map what each expert's weight is called to what all experts' weight is called; the
+    path of the experts changes from ``of`` (Mixtral's is ``"*.block_sparse_moe.experts"``) to
+    ``into``.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> sd = {f"0.mlp.experts.{n}.down_proj.weight": TensorSpec((3, 2)) for n in range(4)}
@@ -245,15 +224,7 @@ def stacked_to_experts(
     into: str = "*.mlp.experts",
     required: bool = True,
 ) -> Step[SavePlan]:
-    """Map one tensor of all experts to one for each.
-
-    Args:
-        experts: How many experts there are.
-        names: What all experts' weight is called, and what each expert's weight is called.
-        of: The path of the experts before.
-        into: Their path after.
-        required: Whether every rank must hold every tensor.
-    """
+    """Map one tensor of all experts to one for each; see `experts_to_stacked`."""
     back = {one: every for every, one in names.items()}
     there = experts_to_stacked(experts=experts, names=back, of=into, into=of, required=required)
     return inverse(there)
@@ -271,15 +242,8 @@ def experts_to_fused(
     """Map a Mixtral's or Qwen's tensors for each expert to two of all experts.
 
     These are ``gate_up_proj``, of shape (experts, 2 ffn, hidden), and ``down_proj``, of shape
-    (experts, hidden, ffn).
-
-    Args:
-        experts: How many experts there are.
-        ffn: The width of an expert.
-        of: The path of the experts before; Mixtral's is ``"*.block_sparse_moe.experts"``.
-        into: Their path after.
-        names: What an expert's weights are called; Mixtral's are ``("w1", "w3", "w2")``.
-        required: Whether every rank must hold an expert of every name.
+    (experts, hidden, ffn). ``names`` are those of an expert's weights, Mixtral's ``("w1", "w3",
+    "w2")``; paths are as in `experts_to_stacked`.
     """
     gate, up, down = names
     every = {gate: "gate_proj", up: "up_proj", down: "down_proj"}

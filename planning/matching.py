@@ -2,20 +2,15 @@
 
 A checkpoint may have wanted names under another prefix: ``torch.compile`` adds ``_orig_mod.`` to
 names, DDP prepends ``module.``, and in a checkpoint of ``{"model": sd}`` all names begin with
-``model.``. `find_renames` finds the rules of a `rename` that maps them:
-
-1. For a sample of the missing names, find the saved names with the longest common suffix, and
-   compare what precedes it. One must have all steps of the other: replacing steps could load one
-   tensor into another.
-2. Make a few regular expressions from that, and try the promising ones on all names. Take the one
-   that finds the most missing names and does not change names that fit already.
-3. Repeat for the names that are still missing.
+``model.``. `find_renames` finds the `rename` that maps them: it compares a sample of the missing
+names with the saved names that have the longest common suffix. Of what precedes it, one must have
+all steps of the other: replacing steps could load one tensor into another.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from typing import Any, Final
 from zlib import crc32
@@ -31,8 +26,6 @@ from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from .records import TensorProperties
 from .tree import Path, is_tensor
 
-__all__ = ["Match", "explain_missing", "find_renames", "match_entries", "whole_names"]
-
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
 _LEAVE: Final = "strict=False leaves it as it is"
 _SAMPLED: Final = 8  # missing names to make rules from
@@ -40,7 +33,6 @@ _ALIKE: Final = 64  # saved names to compare each with
 _CANDIDATES: Final = 8  # rules to make from each
 _PROBED: Final = 256  # missing names to try a rule on first
 _TRIED: Final = 6  # rules to try on all names
-_RULES: Final = 3  # rules to combine
 _SHARE: Final = 10  # a rule must find a tenth of the names, and at least two, or all
 _HEADS: Final = 12  # first steps to list in an expression
 
@@ -248,7 +240,7 @@ class Rule:
     def __str__(self) -> str:
         return f"({_code(self.pattern)}, {_code(self.new)})"
 
-    def apply(self, names: Sequence[str]) -> list[str]:
+    def apply(self, names: Iterable[str]) -> list[str]:
         """Rename names."""
         pattern = re.compile(self.pattern)
         return [pattern.sub(self.new, name) for name in names]
@@ -283,54 +275,22 @@ def find_renames(
     >>> print(*find_renames(["a.w", "b.w"], ["model.a.w", "model.b.w", "step"], ["step"]))
     rename([(r"^(?=a\.|b\.)", "model.")])
     """
-    rules: tuple[Rule, ...] = ()
-    now = {name: name for name in missing}  # by wanted name, what the rules make of it
     free = set(saved) - set(fitting)
-    while len(rules) < _RULES:
-        taken = free.intersection(now.values())
-        left = {old: new for old, new in now.items() if new not in taken}
-        ways = _best_rules(left, free - taken, [*fitting, *taken])
-        is_ambiguous = any(way.disagrees(ways[0]) for way in ways)
-        if is_ambiguous and not rules:
-            return tuple(ways)
-        if is_ambiguous or not ways:
-            break
-        rules += ways[0].rules
-        now = dict(zip(now, rules[-1].apply(list(now.values())), strict=True))
-    names = {old: new for old, new in now.items() if new in free}
-    return (Renames(rules, names),) if rules else ()
-
-
-def _best_rules(
-    missing: Mapping[str, str], free: set[str], fixed: Collection[str]
-) -> list[Renames]:
-    """Return the rules that find the most names, each different ones, and change no fixed name."""
+    # A deterministic sample: names in an arbitrary order that is equal everywhere.
+    probe = nsmallest(_PROBED, missing, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
+    hits = {r: len(free.intersection(r.apply(probe))) for r in _candidates(missing, sorted(free))}
+    likely = [rule for rule in hits if hits[rule] > len(probe) / _SHARE / 2]
     ways: dict[frozenset[tuple[str, str]], Renames] = {}
-    names = list(missing.values())
-    for rule in _promising(names, free, fixed):
-        after = rule.apply(names)
-        renamed = {old: new for old, new in zip(missing, after, strict=True) if new in free}
-        if len(set(after)) == len(after):
-            ways.setdefault(frozenset(renamed.items()), Renames((rule,), renamed))
+    for rule in nlargest(_TRIED, likely, key=hits.__getitem__):
+        for narrow in _narrowed(rule, missing, fitting):
+            after = narrow.apply(missing)
+            renamed = {old: new for old, new in zip(missing, after, strict=True) if new in free}
+            if len(set(after)) == len(after):
+                ways.setdefault(frozenset(renamed.items()), Renames((narrow,), renamed))
     most = max((len(way.names) for way in ways.values()), default=0)
     enough = most == len(missing) or (most > 1 and most * _SHARE >= len(missing))
-    return [way for way in ways.values() if enough and len(way.names) == most]
-
-
-def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
-    """Yield the rules that find the most of a few names, and change no fixed name."""
-    # A deterministic sample: names in an arbitrary order that is equal everywhere.
-    probe = nsmallest(_PROBED, names, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
-    rules = dict.fromkeys(_candidates(names, sorted(free)))
-    hits = {rule: len(free.intersection(rule.apply(probe))) for rule in rules}
-    likely = [rule for rule in hits if hits[rule] > len(probe) / _SHARE / 2]
-    seen = set[tuple[str, ...]]()
-    for rule in nlargest(_TRIED, likely, key=hits.__getitem__):
-        for narrow in _narrowed(rule, names, fixed):
-            effect = tuple(narrow.apply(probe))
-            if effect not in seen:
-                seen.add(effect)
-                yield narrow
+    best = [way for way in ways.values() if enough and len(way.names) == most]
+    return tuple(best if any(way.disagrees(best[0]) for way in best) else best[:1])
 
 
 def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
@@ -345,8 +305,11 @@ def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
                 same = (rf"\{next(group)}." if s.isdigit() else _plain(s) for s in new)
                 yield Rule(f"^{many}", "".join(same))
             yield Rule(f"^{''.join(map(_pattern, old))}", "".join(map(_plain, new)))
-    for step in dict.fromkeys(step for name in sample for step in name.split(".")[:-1]):
-        yield Rule(rf"(?<![^.]){_pattern(step)}", "")  # wherever it stands
+    known = {step for name in free for step in name.split(".")}
+    odd = dict.fromkeys(step for name in sample for step in name.split(".")[:-1])
+    wrappers = [re.escape(step) for step in odd if step not in known]
+    if wrappers:  # wherever they stand
+        yield Rule(rf"(?<![^.])(?:{'|'.join(wrappers)})\.", "")
 
 
 def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps]]:

@@ -11,31 +11,21 @@ import numpy as np
 
 from .columns.arrays import Ints, column
 from .errors import NotFoundError, nearest_hint, nearest_names
+from .frozen import freeze
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
 from .text import Printed, Sheet, as_names, counted, human_bytes, listing
-from .tree import freeze
-
-__all__ = [
-    "BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata",
-    "metadata_of",
-]  # fmt: skip
 
 _SHOWN: Final = 12
 
 
 @attrs.frozen
 class TensorMetadata:
-    """A tensor in a checkpoint.
+    """A tensor in a checkpoint."""
 
-    Attributes:
-        properties: How it is stored.
-        size: Its global shape, in elements.
-        chunks: Its chunks: an immutable sequence of `Chunk`, given as any iterable.
-    """
-
-    properties: TensorProperties
-    size: tuple[int, ...] = attrs.field(converter=as_ints)
+    properties: TensorProperties  # how it is stored
+    size: tuple[int, ...] = attrs.field(converter=as_ints)  # its global shape, in elements
+    # Its chunks: an immutable sequence of `Chunk`, given as any iterable.
     chunks: Tiling = attrs.field(converter=tile_chunks)
 
     def __attrs_post_init__(self) -> None:
@@ -166,21 +156,15 @@ def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entrie
 
 @attrs.frozen(repr=False)
 class Metadata(Printed):
-    """The global contents of a checkpoint.
+    """The global contents of a checkpoint."""
 
-    Attributes:
-        state_dict_metadata: Name to `TensorMetadata` or `BytesMetadata`.
-        planner_data: Data of planners, frozen.
-        storage_data: Data of the storage layer, frozen.
-        storage_meta: Its location, and the save that made it.
-        version: The format's version.
-    """
-
+    # Name to `TensorMetadata` or `BytesMetadata`.
     state_dict_metadata: Entries = attrs.field(converter=_entries_of)
-    planner_data: Any = attrs.field(default=None, converter=freeze)
+    planner_data: Any = attrs.field(default=None, converter=freeze)  # data of planners, frozen
+    # Data of the storage layer, frozen.
     storage_data: Any = attrs.field(default=None, converter=freeze)
-    storage_meta: StorageMeta | None = None
-    version: str | None = None
+    storage_meta: StorageMeta | None = None  # its location, and the save that made it
+    version: str | None = None  # the format's version
 
     def entry(self, name: str) -> TensorMetadata | BytesMetadata:
         """Return one entry.

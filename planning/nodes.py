@@ -17,11 +17,6 @@ import attrs
 from .errors import CodecError, RefusedError, listed
 from .frozen import SCALARS, freeze, to_json
 
-__all__ = [
-    "NodeData", "children_of", "has_nodes", "is_node", "made_node", "node_data", "register_node",
-    "saved_nodes",
-]  # fmt: skip
-
 T = TypeVar("T")
 Children = Mapping[Any, Any] | Sequence[Any]
 Open = Callable[[Any], tuple[Children, Any]]

@@ -9,11 +9,9 @@ import attrs
 
 from .columns.items import WriteItems
 from .columns.reads import ReadItems, Transfers
+from .frozen import freeze
 from .records import KeyReport, LoadItemType, ReadItem, Transfer, WriteItem
 from .text import Printed, Sheet, counted, human_bytes, listing
-from .tree import freeze
-
-__all__ = ["LoadPlan", "Plan", "SavePlan"]
 
 _SHOWN: Final = 12
 

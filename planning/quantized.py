@@ -25,16 +25,6 @@ from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from .storage.blocks import boxes_of
 from .storage.copy import Box
 
-__all__ = [
-    "BLOCK",
-    "Quantized",
-    "QuantizedPart",
-    "dequantized",
-    "every",
-    "find_quantized",
-    "quantized_parts",
-]
-
 BLOCK: Final = (128, 128)
 """The elements of the last two axes that share a scale, where a checkpoint does not say."""
 _FP8: Final = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -44,21 +34,13 @@ _PACKED: Final = 2  # elements of a byte
 
 @attrs.frozen
 class Quantized:
-    """How a tensor is stored.
+    """How a tensor is stored."""
 
-    Attributes:
-        kind: Which kind it is; see above.
-        values: The name of the tensor with its elements.
-        scales: The name of the tensor with the scales.
-        size: The shape of what comes of them.
-        block: How many elements share a scale, along each axis of ``size``.
-    """
-
-    kind: Literal["fp8", "mxfp4"]
-    values: str
-    scales: str
-    size: tuple[int, ...]
-    block: tuple[int, ...]
+    kind: Literal["fp8", "mxfp4"]  # which kind it is; see above
+    values: str  # the name of the tensor with its elements
+    scales: str  # the name of the tensor with the scales
+    size: tuple[int, ...]  # the shape of what comes of them
+    block: tuple[int, ...]  # how many elements share a scale, along each axis of `size`
 
 
 def find_quantized(metadata: Metadata, block: Sequence[int] = BLOCK) -> dict[str, Quantized]:
@@ -173,19 +155,12 @@ def every(offsets: Sequence[int], step: Sequence[int]) -> tuple[Picked, ...]:
 
 @attrs.frozen
 class QuantizedPart:
-    """A part of a box of a tensor, and what is read for it.
+    """A part of a box of a tensor, and what is read for it."""
 
-    Attributes:
-        offsets: Where it starts, relative to the box, in elements.
-        sizes: How large it is.
-        start: Where it starts in the tensor.
-        values, scales: The boxes of the stored tensors.
-    """
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: tuple[int, ...]
-    values: Box
+    offsets: tuple[int, ...]  # where it starts, relative to the box, in elements
+    sizes: tuple[int, ...]  # how large it is
+    start: tuple[int, ...]  # where it starts in the tensor
+    values: Box  # the boxes of the stored tensors
     scales: Box
 
     @property

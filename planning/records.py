@@ -18,11 +18,6 @@ from .geometry.axes import Axes, canonical, parts
 from .geometry.tilings import Chunk, as_ints
 from .text import as_names
 
-__all__ = [
-    "KeyReport", "LoadItemType", "MetadataIndex", "ReadItem", "TensorProperties", "TensorWriteData",
-    "Transfer", "WriteItem", "WriteItemType",
-]  # fmt: skip
-
 
 class WriteItemType(enum.Enum):
     """How a value lies in the state dict: a whole tensor, a shard of one, or any other value."""
@@ -47,16 +42,14 @@ def _torch_name(value: object) -> str:
 class TensorProperties:
     """How a tensor is stored.
 
-    Attributes:
-        dtype: The dtype *in the checkpoint*, by name. If it differs from the tensor's own dtype,
-            the tensor is cast.
-        layout, requires_grad, memory_format, pin_memory: Kept for exchange with torch; unused here.
-
     >>> TensorProperties("torch.bfloat16").dtype
     'bfloat16'
     """
 
+    # The dtype *in the checkpoint*, by name. If it differs from the tensor's own dtype, the tensor
+    # is cast.
     dtype: str = attrs.field(default="float32", converter=dtype_name)
+    # Kept for exchange with torch; unused here.
     layout: str = attrs.field(default="strided", converter=_torch_name)
     requires_grad: bool = attrs.field(default=False, converter=bool)
     memory_format: str = attrs.field(default="contiguous_format", converter=_torch_name)
@@ -72,20 +65,16 @@ class TensorProperties:
 class MetadataIndex:
     """The name of a chunk, or of a non-tensor value.
 
-    Attributes:
-        fqn: The flattened key.
-        offset: The start of the chunk, in the global frame; None for a non-tensor value.
-        index: A hint: the likely position in the list of chunks, probed first. Not part of ``==``
-            and ``hash``.
-
     >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
     True
     """
 
-    fqn: str
+    fqn: str  # the flattened key
+    # The start of the chunk, in the global frame; None for a non-tensor value.
     offset: tuple[int, ...] | None = attrs.field(
         default=None, converter=attrs.converters.optional(as_ints)
     )
+    # A hint: the likely position in the list of chunks, probed first. Not part of `==` and `hash`.
     index: int | None = attrs.field(default=None, eq=False)
 
     def __attrs_post_init__(self) -> None:
@@ -95,17 +84,11 @@ class MetadataIndex:
 
 @attrs.frozen
 class TensorWriteData:
-    """The box of a tensor that is written, and how it is stored.
+    """The box of a tensor that is written, and how it is stored."""
 
-    Attributes:
-        chunk: The box, in the global frame.
-        properties: How it is stored.
-        size: The global shape, in elements.
-    """
-
-    chunk: Chunk
-    properties: TensorProperties
-    size: tuple[int, ...] = attrs.field(converter=as_ints)
+    chunk: Chunk  # the box, in the global frame
+    properties: TensorProperties  # how it is stored
+    size: tuple[int, ...] = attrs.field(converter=as_ints)  # the global shape, in elements
 
     def __attrs_post_init__(self) -> None:
         if len(self.size) != len(self.chunk.sizes):
@@ -342,17 +325,11 @@ def _end_of_read(
 
 @attrs.frozen
 class Transfer:
-    """A read that one rank makes for another.
+    """A read that one rank makes for another."""
 
-    Attributes:
-        read: What the target needs, as if it read for itself.
-        source: The rank that reads it from storage and sends it.
-        target: The rank that receives it.
-    """
-
-    read: ReadItem
-    source: int
-    target: int
+    read: ReadItem  # what the target needs, as if it read for itself
+    source: int  # the rank that reads it from storage and sends it
+    target: int  # the rank that receives it
 
 
 def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
@@ -361,16 +338,13 @@ def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
 
 @attrs.frozen
 class KeyReport:
-    """How a state dict and a checkpoint agree.
+    """How a state dict and a checkpoint agree."""
 
-    Attributes:
-        missing: Wanted names that the checkpoint does not have.
-        unexpected: Names in the checkpoint that are not wanted.
-        mismatched: Names that both have but that do not fit, with the reason.
-        dropped: Names in the state dict that a pass left out; they are not filled.
-    """
-
+    # Wanted names that the checkpoint does not have.
     missing: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    # Names in the checkpoint that are not wanted.
     unexpected: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    # Names that both have but that do not fit, with the reason.
     mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=_issues)
+    # Names in the state dict that a pass left out; they are not filled.
     dropped: tuple[str, ...] = attrs.field(default=(), converter=as_names)

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from .check import duplicates, world_issues
-from .columns.arrays import distinct, readonly
+from .columns.arrays import column, distinct, readonly
 from .columns.items import NO_CHUNK, Head, WriteItems
 from .columns.world import World
 from .errors import Issue, PlanError, RefusedError, span
@@ -23,7 +23,7 @@ from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
 from .sources import dropped_names, source_issues
-from .tensors import Memo, held, held_alike
+from .tensors import Held, Memo, held, held_alike
 from .tree import (
     FrozenDict,
     Path,
@@ -71,28 +71,37 @@ def local_plan(
         RefusedError: Some values have no correct plan; it names all of them.
     """
     flat, paths = flatten(sd, whole=whole)
-    boxes: list[tuple[Head, Sequence[Chunk]]] = []
+    names = tuple(sorted(flat))
+    each: list[Held | None] = []
     refused = []
     memo: Memo = {}
-    for name in sorted(flat):
+    for name in names:
         value = flat[name]
         if name in whole or not is_tensor(value):
-            boxes.append((Head.value(name), (NO_CHUNK,)))
+            each.append(None)
             continue
         try:
-            here = held_alike(name, value, memo) or held(name, value, mesh, rank)
+            each.append(held_alike(name, value, memo) or held(name, value, mesh, rank))
         except RefusedError as error:
             refused.append(str(error))
-            continue
-        kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
-        boxes.append((Head(name, name, kind, here.properties, here.size), here.chunks))
     if refused:
         raise RefusedError(*refused)
-    items = WriteItems.of_boxes(boxes)
+    kinds = {id(here): here for here in each}  # few: tensors that are alike share one
+    number = {key: at for at, key in enumerate(kinds)}
+    which = column([number[id(here)] for here in each])
+    items = WriteItems.of_boxes(map(_boxes_of, kinds.values())).repeated(names, which)
     data = nesting_data(flat, paths, nodes_of(sd))
     if mesh is None:
         return SavePlan(items, planner_data=data, held=items)
     return SavePlan(items, None, data, rank, len(mesh), items)
+
+
+def _boxes_of(here: Held | None) -> tuple[Head, Sequence[Chunk]]:
+    """Return the boxes that are held of a tensor that has no name yet; None for a value."""
+    if here is None:
+        return Head.value(""), (NO_CHUNK,)
+    kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
+    return Head("", "", kind, here.properties, here.size), here.chunks
 
 
 def global_plan(

@@ -36,11 +36,6 @@ from .mesh.placements import (
 from .records import MetadataIndex, TensorProperties
 from .tree import flatten, is_plain_type, is_tensor
 
-__all__ = [
-    "Held", "Memo", "dtensor_chunks", "find_object", "find_shard", "held", "held_alike",
-    "is_dtensor", "is_elsewhere", "kind_of", "placement_of", "shard_finder", "spec_of",
-]  # fmt: skip
-
 
 @attrs.frozen
 class Held:
@@ -385,6 +380,8 @@ def shard_finder(sd: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Any]
 
     def find(name: str, offset: tuple[int, ...]) -> Any:
         value = sd.get(name)
+        if is_plain_type(type(value)) and not any(offset):
+            return value
         here = held_alike(name, value, memo)
         if here is None or [chunk.offsets for chunk in here.chunks] != [offset]:
             return find_shard(sd, MetadataIndex(name, offset))

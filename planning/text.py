@@ -9,11 +9,6 @@ from typing import Any, Final
 
 import attrs
 
-__all__ = [
-    "Printed", "Sheet", "Table", "are_quantities", "counted", "cut_text", "human_bytes",
-    "human_seconds", "listing", "runs", "runs_text", "shape_text", "table",
-]  # fmt: skip
-
 _BLANK: Final = frozenset(["", "…", "-"])  # cells that may stand among numbers
 _ONE: Final = r"[+-]?[0-9][0-9,]*(\.[0-9]+)?( ?([KMGTP]i)?B| ?ms| ?s| ?min| ?[×%])?"
 _QUANTITY: Final = re.compile(f"{_ONE}( → {_ONE})?")

@@ -11,14 +11,8 @@ from typing import Any, Final, cast
 import numpy as np
 
 from .errors import Issue, PlanError, RefusedError
-from .frozen import SCALARS, FrozenDict, freeze, from_json, to_json
+from .frozen import SCALARS, FrozenDict
 from .nodes import NodeData, children_of, has_nodes, is_node, made_node, node_data
-
-__all__ = [
-    "FrozenDict", "Path", "clash", "empty_names", "entry_of", "flatten", "freeze", "from_json",
-    "is_tensor", "leaves", "nesting_data", "nesting_issues", "nodes_of", "retyped", "to_json",
-    "unflatten", "with_entry",
-]  # fmt: skip
 
 _NOTHING: Final = object()
 _LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
@@ -72,9 +66,9 @@ def flatten(
     frozen = True  # whether all keys are of types that cannot change
     try:
         for path, leaf in _leaves((), sd, whole):
-            keys = [key for _, key in path]
-            frozen = frozen and SCALARS.issuperset(map(type, keys))
-            name = ".".join(map(str, keys))
+            for _, key in path:
+                frozen = frozen and type(key) in SCALARS
+            name = _name(path)
             if name in flat:
                 issues.append(clash(name, paths[name], path))
             else:

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
     from ._async import async_save
     from ._checkpoint import open_checkpoint
+    from ._content_hash import content_hash
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
+    from ._explore import explore
     from ._load import load
     from ._manager import Checkpoints
     from ._restore import restore
     from ._retention import latest, prune
     from ._save import save
     from ._state import PerRank
+    from ._transfer import transfer
     from ._verify import verify
     from .torch_dcp import (
         as_torch_load_planner,
@@ -43,9 +46,11 @@ __all__ = [
     "as_torch_storage_reader",
     "as_torch_storage_writer",
     "async_save",
+    "content_hash",
     "convert",
     "dcp_to_torch_save",
     "diff",
+    "explore",
     "from_torch",
     "latest",
     "load",
@@ -57,20 +62,24 @@ __all__ = [
     "save",
     "to_torch",
     "torch_save_to_dcp",
+    "transfer",
     "verify",
 ]
 
 _MODULES = {
     "_async": "async_save",
     "_checkpoint": "open_checkpoint",
+    "_content_hash": "content_hash",
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
+    "_explore": "explore",
     "_load": "load",
     "_manager": "Checkpoints",
     "_restore": "restore",
     "_retention": "latest prune",
     "_save": "save",
     "_state": "PerRank",
+    "_transfer": "transfer",
     "_verify": "verify",
     "dist": "CheckpointError",
     "planning": "metadata_of register_node",
@@ -84,6 +93,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 _READING = {
     "Keep",
     "PerRank",
+    "explore",
     "latest",
     "open_checkpoint",
     "prune",

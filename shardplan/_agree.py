@@ -8,11 +8,13 @@ of the stages of a pipeline, is sent once. Else the coordinator *gathers* all pl
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import attrs
+import numpy as np
 
 from shardplan.dist import Comm, Turn, all_reduce, decode_json, encode_json, fail_alike, take_step
 from shardplan.planning import (
@@ -194,20 +196,17 @@ class _Planning:
 
     def _joined(self, offer: Offer[T], verdict: SaveVerdict) -> JoinedPlans:
         """Return what all ranks hold; each distinct description is sent once."""
-        mine, parts = offer.described, verdict.parts
+        mine = offer.described
         assert mine is not None
         if not verdict.by_template:
             mine = mine.on(self.comm.rank)
-        if not parts:
+        if not verdict.describers:
             return JoinedPlans([mine], [0] * self.comm.world_size)
-        is_first = parts.index(parts[self.comm.rank]) == self.comm.rank
-
-        def join(sent: list[bytes]) -> bytes:
-            return pack({}, {str(n): data for n, data in enumerate(filter(None, sent))})
-
-        data = all_reduce(self.comm, _STEP, lambda: mine.encoded if is_first else b"", join)
-        every = unpack(data)[1]
-        return JoinedPlans([Description.decoded(every[str(n)]) for n in range(len(every))], parts)
+        tells = self.comm.rank in verdict.describers
+        own = mine.tag.encode() + zlib.compress(mine.encoded if tells else b"")
+        _, parts = unpack(zlib.decompress(all_reduce(self.comm, _STEP, lambda: own, _collected)))
+        which = parts.pop("part")
+        return JoinedPlans([Description.decoded(parts[str(n)]) for n in range(len(parts))], which)
 
     def _remember(self, offer: Offer[T], agreement: Agreement) -> Agreement:
         if offer.key is not None:
@@ -226,6 +225,15 @@ class _Planning:
                 raise PlanError(renumbered(error.issues, self.comm.ranks)) from None
             tag = tag_of_parts(part["plan"] for part in parts).encode()
             return Turn(done, [tag + encode_plan(plan) for plan in done.whole.plans])
+
+
+def _collected(sent: list[bytes]) -> bytes:
+    """Put together which description each rank has, and each distinct one."""
+    tags = [data[:_TAG].decode() for data in sent]
+    number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
+    known = [zlib.decompress(sent[tags.index(tag)][_TAG:]) for tag in number]
+    parts = {"part": np.array([number[tag] for tag in tags])}
+    return zlib.compress(pack({}, parts | {str(n): data for n, data in enumerate(known)}), 9)
 
 
 def _packed(offer: Offer[Any]) -> bytes:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import logging
 import os
-import queue
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -22,14 +19,17 @@ from shardplan.dist import CheckpointError, Comm
 from shardplan.io import Pool, ProgressCallback
 from shardplan.io.formats import ExtraFiles
 from shardplan.io.stores import Store
-from shardplan.planning import Passes, SavePlan
+from shardplan.planning import Passes, SavePlan, listed
 
 from ._comm import JobComm, as_comm, place_of
+from ._line import Line
 from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
 from ._save import SaveOptions, Target, save_state
-from ._snapshots import Buffers
+from ._snapshots import Buffers, Snapshot
+from ._staging import SharedMemory
 from ._state import State, by_name, expand, part
+from ._writer import WriterProcess, check_portable
 
 __all__ = ["SaveFuture", "async_save"]
 
@@ -42,6 +42,7 @@ class SaveFuture(Future[SaveReport]):
 
     Attributes:
         path: The destination.
+        staged: Done as soon as the state is copied, or never will be; it never fails.
         blocked: Seconds that training waited: for the previous save, and for the snapshot.
         seen: Whether the caller has asked for the outcome.
     """
@@ -49,6 +50,8 @@ class SaveFuture(Future[SaveReport]):
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
+        self.staged: Future[None] = Future()
+        self.staged.set_running_or_notify_cancel()
         self.blocked = 0.0
         self.seen = False
 
@@ -105,6 +108,8 @@ def async_save(
     pool: Pool | None = None,
     cache: PlanCache | None = None,
     trace: bool = False,
+    process: bool = False,
+    overlap: bool = False,
 ) -> SaveFuture:
     """Copy a state dict, and save the copy in the background.
 
@@ -113,6 +118,16 @@ def async_save(
     Only one save runs at a time: a call waits for the previous one, and raises its error unless the
     caller has already asked for it. The memory of a copy is reused by the next one. An exiting
     interpreter waits for the save, and logs its error.
+
+    With ``process``, a writer process hashes and writes the copy, so that Python's lock and the
+    processors stay with training. It maps the memory of the copy, runs with low priority, serves
+    all later saves, and ends with this process. Plans and commits stay in the thread.
+
+    With ``overlap``, this returns before the tensors are copied, so that the copy is made during
+    the next forward pass. **Tensors must not change until** ``future.staged`` **is done**: call
+    ``future.staged.result()`` before the optimizer's step. A save during which torch counts a
+    change of a tensor fails; a change that torch does not count (of a numpy array, or through
+    ``.data``) makes a checkpoint with a mixture of old and new elements.
 
     Args:
         state_dict: As in `save`.
@@ -128,6 +143,9 @@ def async_save(
         pool: As in `save`.
         cache: As in `save`.
         trace: As in `save`.
+        process: Whether a process writes instead of a thread. The path must be one that another
+            process can open: not ``memory://``.
+        overlap: Whether to return before the tensors are copied; see above.
 
     Returns:
         A future of the report. Its ``result()`` raises errors that occur after the copy.
@@ -143,7 +161,8 @@ def async_save(
     {'w': tensor([1., 1.])}
 
     Raises:
-        TypeError, ValueError: The path or the format is wrong; other ranks raise as well.
+        TypeError, ValueError: The path or the format is wrong, or the store cannot be passed to
+            the writer process; other ranks raise as well.
         CheckpointError: There are no connections to the other ranks.
         Exception: The error of the previous save, if the caller has not asked for it.
     """
@@ -159,7 +178,10 @@ def async_save(
             ranks = _job.take() if comm is None else comm
             with watch.phase("stage"):
                 opening = partial(Target.open, path, format, extra_files)
-                copy = saver.snapshot(state_dict, opening, ranks, earlier)
+                writer = saver.start_writer() if process else None
+                copy = saver.snapshot(state_dict, opening, ranks, earlier, writer)
+                if not overlap:
+                    copy = copy.finished(future, check=False)
             watch.count("stage", copy.buffers.nbytes)
             future.seen = copy.raised
             saver.line.put(lambda: saver.run(future, copy, ranks, options, watch))
@@ -172,48 +194,6 @@ def async_save(
     return future
 
 
-class _Line:
-    """A queue of jobs that threads run one after the other; an interrupt cannot lose a job.
-
-    A thread runs all queued jobs. If the call that starts it is interrupted, the thread, or the
-    next one, still runs them. Threads are started by a thread, since signals interrupt only the
-    main thread; a `SimpleQueue`, unlike a `threading.Event`, stays consistent when interrupted.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: deque[Callable[[], object]] = deque()
-        self._running = threading.Lock()
-
-    def put(self, job: Callable[[], object]) -> None:
-        """Queue a job; if this is interrupted, the job may run now, later, or not at all."""
-        self._jobs.append(job)
-        started = queue.SimpleQueue[BaseException | None]()
-        _thread.start_new_thread(self._start, (started,))
-        error = started.get()
-        if error is not None:
-            raise error
-
-    def drain(self) -> None:
-        """Return once all earlier jobs are done."""
-        done = queue.SimpleQueue[None]()
-        self.put(lambda: done.put(None))
-        done.get()
-
-    def _start(self, started: queue.SimpleQueue[BaseException | None]) -> None:
-        """Start a non-daemon thread, which an exiting interpreter waits for."""
-        try:
-            threading.Thread(target=self._run, name="shardplan-save", daemon=False).start()
-        except BaseException as error:
-            started.put(error)
-        else:
-            started.put(None)
-
-    def _run(self) -> None:
-        with self._running:
-            while self._jobs:
-                self._jobs.popleft()()
-
-
 @attrs.frozen(eq=False)
 class _Copy:
     """A copy of a state dict and its target, or the error with which the save fails.
@@ -223,16 +203,28 @@ class _Copy:
     Attributes:
         buffers: The memory of the copy, reserved until the copy is written.
         target: The destination.
-        sd: The copy.
+        snapshot: The copy.
         error: Why there is none.
         raised: Whether the call raises the error, in addition to the future.
     """
 
     buffers: Buffers
     target: Target | None = None
-    sd: Mapping[Any, Any] | None = None
+    snapshot: Snapshot | None = None
     error: BaseException | None = None
     raised: bool = False
+
+    def finished(self, future: SaveFuture, *, check: bool) -> _Copy:
+        """Return a copy with all elements; ``check`` refuses tensors that changed meanwhile."""
+        try:
+            if self.snapshot is not None:
+                self.snapshot.finish()
+            changed = self.snapshot.changed() if check and self.snapshot is not None else []
+        except Exception as error:
+            return attrs.evolve(self, error=error)
+        finally:
+            future.staged.set_result(None)
+        return attrs.evolve(self, error=_torn(changed)) if changed else self
 
     def opened(self) -> Target:
         """Return the target, or raise the error."""
@@ -243,8 +235,8 @@ class _Copy:
 
     def state(self) -> Mapping[Any, Any]:
         """Return the copy."""
-        assert self.sd is not None
-        return self.sd
+        assert self.snapshot is not None
+        return self.snapshot.sd
 
 
 class _Saver:
@@ -253,14 +245,16 @@ class _Saver:
     Attributes:
         lock: Held while a save begins; reentrant, since a signal handler may begin one, too.
         line: The queue of saves.
-        spare: Memory that no save uses.
+        spare: Memory that no save uses, for those in threads and for those of the writer process.
+        writer: The writer process, once there was one.
         last: The most recent save.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.line = _Line()
-        self.spare = Buffers()
+        self.line = Line()
+        self.spare: dict[bool, Buffers] = {}
+        self.writer: WriterProcess | None = None
         self.last: SaveFuture | None = None
 
     def settle(self) -> BaseException | None:
@@ -268,19 +262,30 @@ class _Saver:
         self.line.drain()
         return None if self.last is None else self.last.unseen_error()
 
+    def start_writer(self) -> WriterProcess:
+        """Return the writer process; it gets ready while the state is copied."""
+        self.writer = self.writer or WriterProcess()
+        self.writer.start()
+        return self.writer
+
     def snapshot(
         self,
         state_dict: State,
         opening: Callable[[], Target],
         comm: Comm,
         earlier: BaseException | None,
+        writer: WriterProcess | None = None,
     ) -> _Copy:
-        """Copy a state dict; if that or the previous save failed, return the error."""
-        buffers, self.spare = self.spare, Buffers()  # given back once the copy is written
+        """Begin to copy a state dict; if that or the previous save failed, return the error."""
+        memory = None if writer is None else writer.memory
+        spare = self.spare.pop(writer is not None, None)  # given back once the copy is written
+        buffers = spare or Buffers(memory)
         if earlier is not None:
             return _Copy(buffers, error=earlier, raised=True)
         try:
-            target = opening()
+            target = attrs.evolve(opening(), process=writer)
+            if writer is not None:
+                check_portable(target.store, target.writer)
         except Exception as error:
             return _Copy(buffers, error=error, raised=True)
         try:
@@ -288,7 +293,7 @@ class _Saver:
         except Exception as error:
             return _Copy(buffers, error=error)
         try:
-            return _Copy(buffers, target, buffers.copy(state))
+            return _Copy(buffers, target, buffers.begin(state))
         except Exception as error:
             return _Copy(buffers, error=by_name(error, state))
 
@@ -299,6 +304,9 @@ class _Saver:
         if not future.set_running_or_notify_cancel():
             return
         self.last = future
+        if not future.staged.done():
+            with watch.phase("stage"):
+                copy = copy.finished(future, check=True)
         try:
             future.set_result(save_state(comm, copy.opened, copy.state, options, watch))
         except BaseException as error:
@@ -306,7 +314,7 @@ class _Saver:
                 text = _short(error)
                 _log.error("the save to %s failed in the background: %s", future.path, text)
             future.set_exception(error)
-        self.spare = copy.buffers
+        self.spare[isinstance(copy.buffers.memory, SharedMemory)] = copy.buffers
 
     def stay_away(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
         """Report to the other ranks that this one does not save, unless it has begun to."""
@@ -314,6 +322,13 @@ class _Saver:
             reason = f"left the save: {type(error).__name__}: {error}".rstrip(": ")
             with suppress(RuntimeError):  # no thread can be started: the next one runs it
                 self.line.put(lambda: comm.leave(reason))  # when the saves before are done
+
+
+def _torn(names: Sequence[str]) -> RuntimeError:
+    return RuntimeError(
+        f"{listed(names)} changed while being copied, so nothing was saved; with overlap=True, "
+        "call .staged.result() on what async_save returned before tensors change"
+    )
 
 
 def _short(error: BaseException) -> str:

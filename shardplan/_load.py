@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import attrs
 
@@ -17,13 +17,15 @@ from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages, reading_of
 from shardplan.planning.storage import plan_bytes, value_reads, without_other_ranks
 
-from ._comm import as_comm, counting
+from ._arrivals import LoadFuture, load_later, read_by_key
+from ._comm import JobComm, as_comm, counting
 from ._load_plan import LoadCall, PlannedLoad, open_reader, plan_alone, plan_together, share_reading
 from ._read import Outcome, naming_place, read_anew, read_rank, read_shared, touching, values_read
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import State, give_back, put, refilled, unpart
 
 
+@overload
 def load(
     state_dict: State,
     path: str | os.PathLike[str] | Store,
@@ -39,7 +41,43 @@ def load(
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     trace: bool = False,
-) -> LoadReport:
+    background: Literal[False] = False,
+) -> LoadReport: ...
+@overload
+def load(
+    state_dict: State,
+    path: str | os.PathLike[str] | Store,
+    *,
+    planner: Passes[SavePlan] | None = None,
+    strict: Strict = True,
+    dtype: Literal["same", "cast"] = "same",
+    shape: Literal["same", "overlap"] = "same",
+    format: str | None = None,
+    comm: Comm | None = None,
+    share_reads: bool | Literal["auto"] = "auto",
+    verify: bool = True,
+    progress: ProgressCallback | None = None,
+    pool: Pool | None = None,
+    trace: bool = False,
+    background: Literal[True],
+) -> LoadFuture: ...
+def load(
+    state_dict: State,
+    path: str | os.PathLike[str] | Store,
+    *,
+    planner: Passes[SavePlan] | None = None,
+    strict: Strict = True,
+    dtype: Literal["same", "cast"] = "same",
+    shape: Literal["same", "overlap"] = "same",
+    format: str | None = None,
+    comm: Comm | None = None,
+    share_reads: bool | Literal["auto"] = "auto",
+    verify: bool = True,
+    progress: ProgressCallback | None = None,
+    pool: Pool | None = None,
+    trace: bool = False,
+    background: bool = False,
+) -> LoadReport | LoadFuture:
     """Fill a state dict from a checkpoint, in place.
 
     On many ranks, every rank calls this with its part, cut in whatever way. All of them plan before
@@ -71,9 +109,18 @@ def load(
         pool: The threads and the memory budget to use.
         trace: Whether to report what each pass of ``planner`` does, as in `save`; passes that are
             skipped do not appear.
+        background: Whether to return once all is planned, and read in a thread. The result is then
+            a future of the report, and ``future["model.w"]`` one of that tensor: done as soon as it
+            is filled, and the chunks of it that this rank reads whole are verified. Tensors arrive
+            in the order of the state dict, and all at the end if ranks read for each other. Values
+            and the state of objects are in their places once the load is done. Until then, nothing
+            else may use the state dict, but tensors that have arrived. A default ``comm`` is a new
+            one, over own connections. Errors that come after planning are those of the future. A
+            checkpoint that is overwritten meanwhile is not read anew.
 
     Returns:
-        What did not fit, what was read, and how long it took, by phase and by rank.
+        What did not fit, what was read, and how long it took, by phase and by rank; with
+        ``background``, a future of it.
 
     >>> import tempfile, torch
     >>> from shardplan import save
@@ -81,6 +128,9 @@ def load(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = save({"w": torch.ones(2), "step": 7}, folder)
     ...     report = load(sd, folder)
+    ...     future = load(sd, folder, background=True)
+    ...     future["w"].result().sum(), future.result().bytes_read
+    (tensor(2.), 8)
     >>> sd, report.bytes_read
     ({'w': tensor([1., 1.]), 'step': 7}, 8)
 
@@ -93,7 +143,7 @@ def load(
             ``own`` is this rank's error. If it is None, this rank's tensors may have
             been filled or not; with shared reads, take their contents for undefined.
     """
-    comm = as_comm(comm)
+    comm = JobComm().take() if background and comm is None else as_comm(comm)
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
     watch, reading = Stopwatch(), reading_of(planner)
@@ -114,13 +164,26 @@ def load(
         watch,
         trace,
     )
+    if background:
+        return load_later(call, _planned(call), _logged_finish)
     if comm.world_size == 1:
         report = read_anew(
             lambda: (open_reader(call),), lambda reader: _finish(call, plan_alone(call, reader))
         )
     else:
-        report = _finish(call, share_reading(call, plan_together(call)))
+        report = _finish(call, _planned(call))
     return logged(report, path, loud=comm.rank == comm.coordinator)
+
+
+def _planned(call: LoadCall) -> PlannedLoad:
+    if call.comm.world_size == 1:
+        return plan_alone(call, open_reader(call))
+    return share_reading(call, plan_together(call))
+
+
+def _logged_finish(call: LoadCall, planned: PlannedLoad) -> LoadReport:
+    report = _finish(call, planned)
+    return logged(report, call.path, loud=call.comm.rank == call.comm.coordinator)
 
 
 @attrs.frozen
@@ -160,6 +223,8 @@ def _fill(call: LoadCall, planned: PlannedLoad, sums: BlockSums) -> Outcome:
     opened, shared, into = planned.opened, planned.shared, planned.into
     options: dict[str, Any] = {"verify": call.verify, "sums": sums, "progress": call.progress}
     if shared is None and opened.reader is not None:
+        if call.arrivals is not None:
+            return read_by_key(call.arrivals, opened.reader, planned, **options)
         return read_rank(opened.reader, planned.plan, into, **options)
     assert shared is not None
     try:

@@ -78,6 +78,8 @@ from ._state import State, expand, part
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
+    from ._arrivals import LoadFuture
+
 
 SENT_FROM: Final = 16
 """How many ranks have one of them read what describes a checkpoint, and send it to the others."""
@@ -102,6 +104,7 @@ class LoadCall:
     comm: Comm
     watch: Stopwatch
     trace: bool = False
+    arrivals: LoadFuture | None = None
 
     @cached_property
     def located(self) -> tuple[Store, str]:

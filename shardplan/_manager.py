@@ -63,7 +63,8 @@ class Checkpoints:
         seconds: Save also when this much time has passed since the last save, by the
             coordinator's clock. On many ranks each call of `save` then costs a small meeting.
         keep: Which checkpoints stay; see `Keep`.
-        background: Whether to save with `async_save`; else with `save`.
+        background: Whether to save with `async_save`, or with `save`; ``"process"`` has the writer
+            process of `async_save` write.
         planner: As in `save`; also used to load.
         format: ``"safetensors"``, ``"dcp"``, or another format that holds values in a folder.
         comm: The ranks; by default all of torch's process group, or this process alone.
@@ -90,7 +91,7 @@ class Checkpoints:
         every: int | None = None,
         seconds: float | None = None,
         keep: Keep | None = None,
-        background: bool = True,
+        background: bool | Literal["process"] = True,
         planner: Passes[SavePlan] | None = None,
         format: str = "safetensors",
         comm: Comm | None = None,
@@ -101,6 +102,8 @@ class Checkpoints:
                 raise ValueError(f"{what} must be more than 0, not {number}")
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep must be a Keep, such as Keep(last=3), not {keep!r}")
+        if background not in (True, False, "process"):
+            raise ValueError(f'background must be True, False or "process", not {background!r}')
         kind = find_format(format)
         if kind.is_file or not kind.has_values:
             raise ValueError(
@@ -179,7 +182,8 @@ class Checkpoints:
         options |= {"comm": self._comm, "overwrite": True}
         if not self._background:
             return save(state_dict, target, **options)
-        self._future = async_save(state_dict, target, **options)
+        process = self._background == "process"
+        self._future = async_save(state_dict, target, process=process, **options)
         return self._future
 
     def _reason(self, step: int, force: bool) -> str | None:

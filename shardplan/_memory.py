@@ -25,7 +25,7 @@ from shardplan.planning import (
     shard_finder,
     unflatten,
 )
-from shardplan.planning.columns import ReadItems
+from shardplan.planning.columns import ReadItems, row_tuples
 from shardplan.planning.storage import (
     SavedElsewhere,
     find_chunks,
@@ -147,7 +147,7 @@ def blank_like(value: Any, device: Any) -> torch.Tensor:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "meta"
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _place(value: Any) -> Hashable | None:
@@ -237,14 +237,15 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
 
     Given a reader, tensors that share memory must have been saved with the same values.
     """
-    rows = _rows_by_shard(items)
+    shard_of = _shard_of(items)
+    keys = dict.fromkeys(key for key in shard_of if key is not None)
     if not HAS_TORCH:  # the arrays are new ones
-        return Destinations({key: flat[key[0]] for key in rows})
+        return Destinations({key: flat[key[0]] for key in keys})
     shards: dict[_Key, torch.Tensor] = {}
     refused: dict[str, str] = {}
     find = shard_finder(flat)
     with torch.no_grad():  # so that DTensors give their local tensors as they are
-        for key in rows:
+        for key in keys:
             try:
                 shards[key] = as_tensor(find(*key), writable=True)
             except TypeError as error:
@@ -256,7 +257,10 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
         if not shard.is_contiguous() and is_folded(shard.stride(), shard.shape)
     }
     if not refused and reader is not None:
-        for a, b in _overlapping(shards):
+        pairs, rows = list(_overlapping(shards)), dict[_Key | None, list[int]]()
+        for row, own in enumerate(shard_of) if pairs else ():
+            rows.setdefault(own, []).append(row)
+        for a, b in pairs:
             ours, theirs = (items.take(np.array(rows[key], np.int64)) for key in (a, b))
             if _layout(shards[a]) != _layout(shards[b]) or not _same_saved(
                 reader, ours, theirs, shards[a]
@@ -270,14 +274,12 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
     return Destinations(shards)
 
 
-def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
-    """Return which reads fill each shard."""
-    names, dest, axes = items.names, items.dest.tolist(), items.dest_ndim.tolist()
-    anchors, rows = items.dest_anchor.tolist(), dict[_Key, list[int]]()
-    for row in np.flatnonzero(items.type == LoadItemType.TENSOR.value).tolist():
-        key = names[dest[row]], tuple(anchors[row][: axes[row]])
-        rows.setdefault(key, []).append(row)
-    return rows
+def _shard_of(items: ReadItems) -> list[_Key | None]:
+    """Return which shard each read fills; None for a value."""
+    names = [items.names[number] for number in items.dest.tolist()]
+    keys = zip(names, row_tuples(items.dest_anchor, items.dest_ndim), strict=True)
+    tensors = (items.type == LoadItemType.TENSOR.value).tolist()
+    return [key if is_tensor else None for key, is_tensor in zip(keys, tensors, strict=True)]
 
 
 def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
@@ -285,9 +287,11 @@ def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _K
     spans = {}
     for key, shard in shards.items():
         if shard.numel():
-            steps = zip(shard.stride(), shard.shape, strict=True)
-            reach = 1 + sum(stride * (n - 1) for stride, n in steps)
-            spans[key] = shard.data_ptr(), shard.data_ptr() + reach * shard.itemsize
+            reach = shard.nbytes
+            if not shard.is_contiguous():
+                steps = zip(shard.stride(), shard.shape, strict=True)
+                reach = (1 + sum(stride * (n - 1) for stride, n in steps)) * shard.itemsize
+            spans[key] = (start := shard.data_ptr()), start + reach
     for pair in islice(meeting(spans), _PAIRS):
         if _share(*(shards[key] for key in pair)):
             yield pair
@@ -331,7 +335,7 @@ def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, into: torch.
     filled = []
     for items in (ours, theirs):
         copy = into.detach().clone()
-        (key,) = _rows_by_shard(items)
+        (key,) = filter(None, set(_shard_of(items)))
         reader.fill(items, Destinations({key: copy}).of(items), verify=False)
         filled.append(flat_memory(copy.contiguous()))
     return filled[0] == filled[1]

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
+from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json, exchange
 from shardplan.io import (
     BlockSums,
     FormatError,
@@ -37,7 +37,7 @@ from shardplan.io import (
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
-from shardplan.planning.columns import Ints, ReadItems, distinct
+from shardplan.planning.columns import Ints, ReadItems, distinct, row_tuples
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
@@ -116,17 +116,16 @@ class Destinations:
 
     def of(self, items: ReadItems) -> Callable[[int], Window]:
         """Return a function from the row of a read to the box of memory that it fills."""
-        names, anchors, frame = items.names, items.dest_anchor.tolist(), items.frame
-        dest, axes, into = items.dest.tolist(), items.ndim.tolist(), items.dest_ndim.tolist()
-        offsets, lengths = items.dest_offsets.tolist(), items.dest_lengths.tolist()
-        read = items.lengths.tolist()
+        names, frame, dest = items.names, items.frame, items.dest.tolist()
+        anchors = row_tuples(items.dest_anchor, items.dest_ndim)
+        offsets = row_tuples(items.dest_offsets, items.dest_ndim)
+        lengths = row_tuples(items.dest_lengths, items.dest_ndim)
+        read = row_tuples(items.lengths, items.ndim)
 
         def box(row: int) -> Window:
-            shard = self.shards[names[dest[row]], tuple(anchors[row][: into[row]])]
+            shard = self.shards[names[dest[row]], anchors[row]]
             own = None if frame is None else frame.axes[row]
-            return Window(
-                box_view(shard, offsets[row], lengths[row]), tuple(read[row][: axes[row]]), own
-            )
+            return Window(box_view(shard, offsets[row], lengths[row]), read[row], own)
 
         return box
 
@@ -214,7 +213,7 @@ def read_shared(
     sizes = {"block_bytes": opened.block_bytes, "max_gap": opened.max_gap}
     rounds = shared_rounds(shared, opened.metadata, comm.rank, **sizes)
     counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
-    with _leaving(comm):
+    with leaving(comm, "load"):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
@@ -227,14 +226,14 @@ def read_shared(
 
 
 @contextmanager
-def _leaving(comm: Comm) -> Iterator[None]:
+def leaving(comm: Comm, what: str) -> Iterator[None]:
     """Leave the comm when an error is raised: others would wait for bytes that never come."""
     try:
         yield
     except LostRanksError:
         raise
     except Exception as error:
-        comm.leave(f"left the load: {type(error).__name__}: {error}")
+        comm.leave(f"left the {what}: {type(error).__name__}: {error}")
         raise
 
 
@@ -281,7 +280,7 @@ class _SharedRead:
             target: encode_json(encode_values({n: stored[n] for n in names})) if stored else b""
             for target, names in part.send.items()
         }
-        arrived = _exchange(self.comm, messages, part.sources)
+        arrived = exchange(self.comm, messages, part.sources)
         for data in filter(None, arrived):
             stored = {**stored, **decode_values(decode_json(data))}
         together = [read for read in part.wanted if read.name in stored]  # all, if no rank failed
@@ -412,24 +411,6 @@ def _packed(views: Sequence[Bytes], starts: Sequence[int]) -> memoryview:
     for view, start in zip(views, starts, strict=False):
         data[start : start + len(view)] = view
     return data.data
-
-
-def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
-    """Send messages, and return those of some ranks; their lengths travel first."""
-    lengths = [bytearray(8) for _ in sources]
-    sizes = {target: len(data).to_bytes(8, "big") for target, data in messages.items()}
-    _swap(comm, sizes, dict(zip(sources, lengths, strict=True)))
-    arrived = [bytearray(int.from_bytes(length, "big")) for length in lengths]
-    _swap(comm, messages, dict(zip(sources, arrived, strict=True)))
-    return [bytes(data) for data in arrived]
-
-
-def _swap(comm: Comm, going: Mapping[int, bytes], coming: Mapping[int, bytearray]) -> None:
-    """Receive and send at the same time; both sides know which messages are empty."""
-    pending = [comm.receive(source, memoryview(into)) for source, into in coming.items() if into]
-    pending += [comm.send(target, memoryview(data)) for target, data in going.items() if data]
-    for one in pending:
-        one.wait()
 
 
 # Errors of reading: they name the checkpoint, and say what was changed

@@ -68,8 +68,8 @@ def rank_report(
 
 def device_of(sd: Mapping[Any, Any]) -> str:
     """Return the name of the device of a state dict's tensors."""
-    devices = (getattr(value, "device", None) for _, value in leaves(sd))
-    return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
+    away = (value.device for _, value in leaves(sd) if not getattr(value, "is_cpu", True))
+    return next(map(str, away), "cpu")
 
 
 class Timed(Printed):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -21,6 +21,9 @@ from ._comm import as_comm, counting, place_of
 from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
+
+if TYPE_CHECKING:
+    from ._writer import WriterProcess
 
 
 def save(
@@ -120,11 +123,12 @@ class SaveOptions:
 
 @attrs.frozen(eq=False)
 class Target:
-    """The destination of a checkpoint, and its writer."""
+    """The destination of a checkpoint, its writer, and the process in which that writes."""
 
     store: Store
     writer: Writer
     format: str
+    process: WriterProcess | None = None
 
     @classmethod
     def open(
@@ -136,6 +140,12 @@ class Target:
         """Open a target; nothing is written."""
         options = {} if extra_files is None else {"extra_files": extra_files}
         return cls(*open_target(path, format, **options), format)
+
+    def write(self, job: WriteJob) -> Part:
+        """Write one rank's part, here or in the writer process."""
+        if self.process is not None:
+            return self.process.write(self.writer, job)
+        return self.writer.write(job)
 
     def check(self, comm: Comm, overwrite: bool) -> None:
         """Raise if these ranks cannot save here."""
@@ -247,7 +257,7 @@ class _AgreedSave:
         with self.watch.phase("write"):
             progress = Progress(int(plan.items.nbytes.sum()), self.options.progress)
             job = attrs.evolve(self._job(), progress=progress, layout=layout)
-            part = self.target.writer.write(job)
+            part = self.target.write(job)
             progress.finish()
         self.watch.count("write", part.nbytes)
         return Turn(part, (attrs.astuple(part), attrs.astuple(self._rank_report(part))))

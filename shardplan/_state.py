@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import attrs
 import numpy as np
@@ -204,17 +204,22 @@ def unpart(state: Any, like: Mapping[Any, Any]) -> None:
             put(state, path, attrs.evolve(node.source, value=at(state, path)[node.label]))
 
 
+_HOLDERS: Final = (Parted, Mapping, list, tuple)
+
+
 def parted(value: Any, path: Path = ()) -> Iterator[tuple[Path, Parted]]:
     """Yield each `Parted` of a state dict, with its path."""
     if isinstance(value, Parted):
         yield path, value
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from parted(inner, (*path, ("dict", key)))
+            if isinstance(inner, _HOLDERS):
+                yield from parted(inner, (*path, ("dict", key)))
     elif isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         for number, inner in enumerate(value):
-            yield from parted(inner, (*path, (kind, number)))
+            if isinstance(inner, _HOLDERS):
+                yield from parted(inner, (*path, (kind, number)))
 
 
 def per_rank_names(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> frozenset[str]:

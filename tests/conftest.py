@@ -96,7 +96,7 @@ def old_manifest(folder, version=2):
     """Return the manifest of a checkpoint as versions 1 and 2 wrote it: by lists alone."""
     from shardplan.io.formats import open_source
     from shardplan.io.formats.native.manifest import sign
-    from shardplan.planning.tree import to_json
+    from shardplan.planning import to_json
 
     source = open_source(folder)
     body = json.loads((folder / "shardplan.json").read_text())

@@ -298,7 +298,7 @@ def test_the_wheel_holds_every_room_and_the_type_marker(tmp_path):
     run(sys.executable, "-P", "-m", "pip", "wheel", *options, "-w", wheels, source, cwd=tmp_path)
     (wheel,) = wheels.glob("shardplan-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = {"shardplan/py.typed"}
+    expected = {"shardplan/py.typed", "shardplan/explorer.html"}
     for room in ROOMS:
         inside = "shardplan" if room == "shardplan" else f"shardplan/{room}"
         files = (ROOT / room).rglob("*.py")

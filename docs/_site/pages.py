@@ -19,7 +19,7 @@ ROOT: Final = Path(__file__).parents[2]
 TOP: Final = {"SECURITY.md": "security.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 FIRST: Final = (
     *("save", "load", "restore", "async_save", "Checkpoints", "Keep", "PerRank", "open_checkpoint"),
-    *("convert", "verify", "diff", "latest", "prune"),
+    *("transfer", "convert", "verify", "diff", "content_hash", "latest", "prune", "explore"),
 )
 DIST: Final = (
     *("torch_comm", "solo", "run_ranks", "Comm", "CheckpointError", "Failure", "LostRanksError"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .commit import MIN_AGE, by_save, leftovers, strays
+    from .commit import MIN_AGE, by_save, leftovers, remove_save, strays
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
     from .streaming import Ahead, Copied, Copies, Lender, stored_chunks, write_copies
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
-        "commit": "MIN_AGE by_save leftovers strays",
+        "commit": "MIN_AGE by_save leftovers remove_save strays",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
         "streaming": "Ahead Copied Copies Lender stored_chunks write_copies",

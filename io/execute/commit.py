@@ -189,6 +189,13 @@ def remove(store: Store, files: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
+def remove_save(store: Store, save_id: str) -> None:
+    """Remove the files of a save that surely failed, as far as their names tell."""
+    with suppress(Exception):
+        files = store.list(recursive=False)
+        store.delete([name for name in files if _save_of(name) == save_id])
+
+
 def unsure_commit(store: Store, error: Exception, doing: str) -> UnsureCommitError:
     """Make the error for a commit that may have happened."""
     reason = error.reason if isinstance(error, StoreError) else str(error)

@@ -30,7 +30,7 @@ from ..stores.base import StoreError
 from ..tensors import direct_bytes, flat_memory, is_plain, runs
 from ..windows import Window
 
-__all__ = ["Chunks", "Dest", "Fetch", "chunks_of", "places_of", "stopped_error"]
+__all__ = ["Chunks", "Dests", "Fetch", "chunks_of", "places_of", "stopped_error"]
 
 Range = tuple[int, memoryview]
 Views = list[memoryview]
@@ -76,22 +76,23 @@ def places_of(spots: Sequence[ChunkPlace], axes: int, summed: Sequence[bool]) ->
 
 
 @attrs.frozen(eq=False)
-class Dest:
-    """What a read fills.
+class Dests:
+    """What reads fill, one after the other.
 
     Attributes:
-        window: The memory of just the read's box, its axes in the order in which they are stored.
-        dtype: What the elements are stored as.
+        windows: The memory of just a read's box, its axes in the order in which they are stored.
+        dtypes: What the elements are stored as.
     """
 
-    window: Window
-    dtype: str
+    windows: Sequence[Window]
+    dtypes: Sequence[str]
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the memory is the elements just as they are stored."""
-        tensor = self.window.tensor
-        return tensor is not None and is_plain(tensor, self.dtype)
+    def plain(self) -> list[bool]:
+        """Whether each one's memory is the elements just as they are stored."""
+        tensors = (window.tensor for window in self.windows)
+        pairs = zip(tensors, self.dtypes, strict=True)
+        return [tensor is not None and is_plain(tensor, dtype) for tensor, dtype in pairs]
 
 
 class Fetch:
@@ -104,7 +105,7 @@ class Fetch:
     """
 
     def __init__(
-        self, source: Source, plan: FetchPlan, dests: Sequence[Dest], progress: Progress | None
+        self, source: Source, plan: FetchPlan, dests: Dests, progress: Progress | None
     ) -> None:
         self._source, self._store = source, source.store
         self._plan, self._dests, self._progress = plan, dests, progress
@@ -142,11 +143,15 @@ class Fetch:
         rows = np.flatnonzero(plan.hashed[plan.blocks.box] & came[plan.chunk])
         nbytes = np.bincount(plan.chunk[rows], plan.nbytes[rows], minlength=len(came)).tolist()
         rows = rows[numbered(plan.unit[rows])[1]]  # one of each unit
+        sums, alone = BlockSums(), column(plan.chunk_blocks)[plan.chunk[rows]] == 1
+        own, rows = rows[alone], rows[~alone]
+        chosen = plan.chunk[own].tolist()
+        keys, sizes = [chunks.names[chunk] for chunk in chosen], [int(nbytes[n]) for n in chosen]
+        sums.add_whole(keys, self.digests[plan.unit[own]].tolist(), sizes)
         digests: dict[int, dict[int, int]] = {}
         columns = (plan.chunk[rows], plan.blocks.number[rows], self.digests[plan.unit[rows]])
         for chunk, block, digest in zip(*(c.tolist() for c in columns), strict=True):
             digests.setdefault(chunk, {})[block] = digest
-        sums = BlockSums()
         for chunk, found in digests.items():
             sums.add(chunks.names[chunk], plan.chunk_blocks[chunk], found, int(nbytes[chunk]))
         return sums
@@ -241,7 +246,7 @@ class Fetch:
         """Return the tensors' own memory that plain blocks go into."""
         found = []
         for read, low, size in self._places[blocks].tolist():
-            tensor = self._dests[read].window.tensor
+            tensor = self._dests.windows[read].tensor
             view = None if tensor is None else flat_memory(tensor)
             assert view is not None
             found.append(view if len(view) == size else view[low : low + size])
@@ -261,19 +266,20 @@ class Fetch:
 class _Box:
     """What a block fills: a box of what its read fills."""
 
-    dest: Dest
+    window: Window
+    dtype: str
     offsets: Sequence[int]
     sizes: Sequence[int]
 
     @classmethod
-    def of(cls, plan: FetchPlan, dests: Sequence[Dest], block: int) -> _Box:
-        blocks = plan.blocks
+    def of(cls, plan: FetchPlan, dests: Dests, block: int) -> _Box:
+        blocks, read = plan.blocks, plan.blocks.box[block]
         offsets, sizes = blocks.offsets[block].tolist(), blocks.sizes[block].tolist()
-        return cls(dests[blocks.box[block]], offsets, sizes)
+        return cls(dests.windows[read], dests.dtypes[read], offsets, sizes)
 
     def fill(self, data: npt.NDArray[np.uint8], strides: Sequence[int] | None = None) -> None:
         """Fill it from bytes as they are stored."""
-        self.dest.window.fill(self.offsets, self.sizes, data, self.dest.dtype, strides)
+        self.window.fill(self.offsets, self.sizes, data, self.dtype, strides)
 
 
 @attrs.frozen(eq=False)
@@ -293,12 +299,12 @@ class _Staged:
     strides: Sequence[int] | None = None
 
     @classmethod
-    def of(cls, plan: FetchPlan, dests: Sequence[Dest], block: int) -> _Staged:
+    def of(cls, plan: FetchPlan, dests: Dests, block: int) -> _Staged:
         box = _Box.of(plan, dests, block)
         span, nbytes = int(plan.span[block]), int(plan.ranges[block] * plan.span[block])
         strides = plan.staged_strides(block) if nbytes > plan.nbytes[block] else None
-        tensor = None if strides else box.dest.window.box(box.offsets, box.sizes)
-        run = 0 if tensor is None else min(span, direct_bytes(tensor, box.dest.dtype))
+        tensor = None if strides else box.window.box(box.offsets, box.sizes)
+        run = 0 if tensor is None else min(span, direct_bytes(tensor, box.dtype))
         whole = None if tensor is None or not run else flat_memory(tensor)
         if whole is not None:
             return cls(_slices(whole, run), box)

@@ -205,6 +205,11 @@ class Piece:
             yield view
             self._report(len(view))
 
+    def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
+        """Return the bytes of a box of it, of tensor memory itself where that is possible."""
+        check_stopped()
+        return self._make(offsets, sizes)
+
     @property
     def lying(self) -> memoryview | None:
         """Its bytes, if they are those of a whole tensor as it is; None if they may not be."""

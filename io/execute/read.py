@@ -27,7 +27,7 @@ from ..stores.local_files import PAGE
 from ..tensors import box_view
 from ..windows import Window
 from .dequantize import fill_dequantized
-from .fetch import Chunks, Dest, Fetch, chunks_of, stopped_error
+from .fetch import Chunks, Dests, Fetch, chunks_of, stopped_error
 
 __all__ = ["ReadStats", "Reader"]
 
@@ -192,7 +192,7 @@ def _access(store: Store) -> Access:
 
 def _reads(
     items: ReadItems, chunks: Chunks, windows: list[Window], step: Sequence[int]
-) -> tuple[BoxReads, list[Dest]]:
+) -> tuple[BoxReads, Dests]:
     """Return reads in the order of axes in which chunks are stored, and what each fills."""
     axes = max(items.lengths.shape[1], 1)
     lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
@@ -210,6 +210,5 @@ def _reads(
                 order = [*spot.axes, *range(len(spot.axes), axes)]
                 for one in (lengths, offsets, steps):
                     one[row] = one[row][order]
-    dests = [Dest(window, spot.dtype) for window, spot in zip(windows, spots, strict=True)]
-    direct = np.array([dest.is_plain for dest in dests], bool)
-    return BoxReads(chunks.of_read, offsets, lengths, steps, direct), dests
+    dests = Dests(windows, [spot.dtype for spot in spots])
+    return BoxReads(chunks.of_read, offsets, lengths, steps, np.array(dests.plain, bool)), dests

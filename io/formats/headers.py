@@ -66,6 +66,10 @@ _SUMS: Final = "xxh3_64"
 _SUMS_BEGIN: Final = f'{{"{_RESERVED}":{{"{_SUMS}":"'.encode()  # where checksums begin
 
 
+Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape and offsets of a chunk."""
+
+
 @attrs.frozen
 class Slot:
     """One chunk in a file: its place in the global tensor, and its first byte in the file."""
@@ -82,8 +86,8 @@ class Slot:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What the manifest must agree with: dtype, shape and offsets."""
+    def place(self) -> Kind:
+        """What the manifest must agree with."""
         return self.dtype, self.shape, self.offsets
 
 
@@ -153,18 +157,25 @@ def build_header(
 
     With ``summed``, there is room for their checksums, which are zero; see `with_sums`.
     """
-    known: dict[Any, _Words] = {}
+    kinds = ((slot.name, (slot.dtype, slot.shape, slot.offsets)) for slot in slots)
+    return header_of(file, kinds, save_id, summed=summed)
+
+
+def header_of(
+    file: str, slots: Iterable[tuple[str, Kind]], save_id: str, *, summed: bool = False
+) -> bytes:
+    """Return the header of a file, given the name and the kind of each chunk, in order."""
+    known: dict[Kind, _Words] = {}
     tensors, sharding, encoded = list[str](), list[str](), dict[str, str]()
     at = 0
-    for slot in slots:
-        name, key = slot.name, (slot.dtype, slot.shape, slot.offsets)
+    for name, key in slots:
         words = known.get(key) or known.setdefault(key, _Words.of(*key))
         end = at + words.nbytes
         tensors.append(entry_text(name, words.kind, at, end))
         sharding.append(f"{encode_basestring(name)}:{words.start}")
         at = end
         if words.is_encoded:
-            encoded[name] = slot.dtype
+            encoded[name] = key[0]
     metadata = {
         **({_SUMS: "0" * 16 * len(tensors)} if summed else {}),
         "format": "pt",
@@ -173,6 +184,14 @@ def build_header(
         "shardplan": dump({"version": 1, "file": file, "save_id": save_id, "encoded": encoded}),
     }
     return framed_entries(metadata, tensors, file)
+
+
+def without_sums(header: bytes, count: int) -> tuple[bytes, Sums]:
+    """Return a header with zeros in place of so many checksums, and these; see `with_sums`."""
+    start = 8 + len(_SUMS_BEGIN)
+    end = start + 16 * count
+    sums = sums_from_hex(header[start:end].decode())
+    return b"".join([header[:start], b"0" * (16 * count), header[end:]]), sums
 
 
 def framed_entries(metadata: Mapping[str, str], entries: Sequence[str], file: str) -> bytes:

@@ -7,7 +7,8 @@ import stat
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import numpy as np
 
@@ -54,6 +55,10 @@ class LocalStore(Store):
         self._unsynced: set[str] = set()
         self._made: set[str] = set()  # the root and those above it, if made since the last sync
         self._rooted = False  # whether the root's own name was added to `_unsynced`
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Give another process a store of the same folder, which has its own names to sync."""
+        return partial(type(self), self._root, pool=self._pool), ()
 
     url = property(lambda self: self._root)
     staging = 0

@@ -227,6 +227,20 @@ class WriteItems(Table, Columns[WriteItem]):
             padded([box.sizes for box in boxes], 1, catalog.axes),
         )
 
+    def repeated(self, names: tuple[str, ...], which: Ints) -> WriteItems:
+        """Return the items of named tensors, each of which is like one of the catalog here."""
+        few = self.catalog
+        counts = np.bincount(self.row, minlength=len(few))[which]
+        first = np.searchsorted(self.row, which)  # rows are in the order of the catalog
+        row = np.repeat(np.arange(len(which)), counts)
+        own = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+        own += np.repeat(first, counts)
+        columns = (readonly(column[which]) for column in (few.prop, few.ndim, few.size))
+        catalog = Catalog(names, names, readonly(few.type[which]), few.props, *columns)
+        return WriteItems(
+            catalog, readonly(row), readonly(self.offsets[own]), readonly(self.sizes[own])
+        )
+
     def __len__(self) -> int:
         return len(self.row)
 

@@ -18,8 +18,6 @@ from ..text import counted, human_bytes
 from . import svg
 from .svg import MARGIN, Picture, block, byte_tick, line, middle, rect, text, width_of
 
-__all__ = ["draw_bytes", "draw_traffic"]
-
 _CELLS: Final = 32  # rows and columns of a heat map: more are added up
 _BARS: Final = 64  # more are drawn together
 _BAR, _MOST = svg.PALETTE[0], svg.PALETTE[5]

@@ -27,10 +27,6 @@ from ..records import MetadataIndex, TensorProperties
 from ..reports import Writers
 from .svg import block, width_of
 
-__all__ = [
-    "Cell", "Cut", "Plans", "Window", "cut_by_writers", "cut_of", "fit", "pieces", "readable",
-]  # fmt: skip
-
 Plans = SavePlan | Iterable[SavePlan]
 Size = tuple[float, float]
 

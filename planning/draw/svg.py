@@ -15,8 +15,6 @@ import attrs
 
 from ..text import human_bytes
 
-__all__ = ["Picture"]
-
 INK, MUTED, PAPER, EDGE, EMPTY = "#1f2328", "#59636e", "#ffffff", "#d1d9e0", "#eceff2"
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish; grey for black.

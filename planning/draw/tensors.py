@@ -30,8 +30,6 @@ from .cuts import (
 )
 from .svg import MARGIN, Picture, rect, text, width_of
 
-__all__ = ["draw_reshard", "draw_tiling"]
-
 Colours = Mapping[int, str]
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .presets import (
         LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel,
     )  # fmt: skip
-    from .worlds import SpecLayout, WorldPlans, world_plans
+    from .layouts import SpecLayout
+    from .worlds import WorldPlans, world_plans
     # isort: on
 
 __getattr__, __dir__ = door(
@@ -34,6 +35,7 @@ __getattr__, __dir__ = door(
         "presets": (
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel"
         ),
-        "worlds": "SpecLayout WorldPlans world_plans",
+        "layouts": "SpecLayout",
+        "worlds": "WorldPlans world_plans",
     },
 )

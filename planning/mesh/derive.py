@@ -29,10 +29,9 @@ from ..passes.shares import (
     share_out,
 )
 from ..plans import SavePlan
+from .layouts import Held, Holdings, SpecLayout, chunks_of
 from .placements import Only, Replicate, spread
-from .worlds import Held, Holdings, SpecLayout, WorldPlans, chunks_of
-
-__all__ = ["DerivedPlans", "derive_plans", "world_metadata"]
+from .worlds import WorldPlans
 
 
 def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
@@ -151,13 +150,9 @@ class _Boxes:
 
 @attrs.frozen(eq=False, slots=False)
 class DerivedPlans(Columns[SavePlan]):
-    """One plan per rank, made on demand; each replica has one writer. Compares like a tuple.
+    """One plan per rank, made on demand; each replica has one writer. Compares like a tuple."""
 
-    Attributes:
-        plans: What each rank holds.
-    """
-
-    plans: HeldPlans
+    plans: HeldPlans  # what each rank holds
 
     def describe(self, planner_data: Any) -> Metadata:
         """Return the metadata of the checkpoint; raise `PlanError` if not all of it is held."""

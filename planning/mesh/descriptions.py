@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-import zlib
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import numpy as np
@@ -35,6 +32,8 @@ from ..save import merge_nesting
 from ..tensors import is_dtensor, is_nested, kind_of, placement_of
 from ..tree import Path, is_tensor
 from .derive import DerivedPlans
+from .layouts import Held, Holdings, SpecLayout
+from .own import OwnKey, OwnLeaf, nesting_of, own_paths
 from .placements import (
     Mesh,
     Placement,
@@ -44,112 +43,22 @@ from .placements import (
     TensorSpec,
     local_cuts,
 )
-from .worlds import Held, Holdings, SpecLayout, WorldPlans, catalog_of
-
-__all__ = ["Description", "JoinedPlans", "derive_joined", "describe"]
-
-_RUN: Final = re.compile("[0-9]+")
+from .worlds import WorldPlans, catalog_of
 
 
 class _UnknownLayoutError(Exception):
     """The layout of a value cannot be determined without planning it."""
 
 
-# Names that carry the rank's number
-
-
-@attrs.frozen
-class OwnKey:
-    """A key with a rank's number in it: text, or, without text around it, perhaps a number."""
-
-    before: str
-    width: int  # digits, with zeros in front
-    after: str
-    is_text: bool
-
-    def of(self, rank: int) -> Any:
-        """Return the key of a rank."""
-        return f"{self.before}{rank:0{self.width}}{self.after}" if self.is_text else rank
-
-
-@attrs.frozen
-class OwnLeaf:
-    """A tensor or a value that each rank has under a name of its own."""
-
-    path: tuple[tuple[str, Any], ...]  # with an `OwnKey`
-    spec: TensorSpec | None  # None for a value
-    is_empty: bool  # whether it is an empty dict
-
-    def on(self, rank: int) -> OwnLeaf:
-        """Return the leaf of a rank, with its own path."""
-        path = tuple((kind, k.of(rank) if isinstance(k, OwnKey) else k) for kind, k in self.path)
-        return OwnLeaf(path, self.spec, self.is_empty)
-
-    @property
-    def name(self) -> str:
-        """The flattened key."""
-        return ".".join([str(key) for _, key in self.path])
-
-
-def _nesting(leaves: Mapping[str, OwnLeaf]) -> FrozenDict[str, Any]:
-    """Return the ``planner_data`` of leaves, by name."""
-    nested = {n: leaf.path for n, leaf in leaves.items() if leaf.path != (("dict", n),)}
-    empty = tuple(sorted(name for name, leaf in leaves.items() if leaf.is_empty))
-    return FrozenDict.of_frozen({"paths": FrozenDict.of_frozen(nested), "empty": empty})
-
-
-def _own_paths(paths: Mapping[str, Path], names: Iterable[str], rank: int) -> dict[str, Path]:
-    """Return the templates of those names that carry a rank's number, by name.
-
-    The number of a layer does not count: other layers have the same name but for it.
-
-    >>> paths = {name: (("dict", name),) for name in ("a.3.w", "a.4.w", "seed.3")}
-    >>> [*_own_paths(paths, paths, 3)]
-    ['seed.3']
-    """
-    alike = Counter(chain.from_iterable(map(_skeletons, paths)))
-    found = {}
-    for name in names:
-        runs = [run for run in _RUN.finditer(name) if int(run[0]) == rank]
-        if len(runs) == 1 and alike[name[: runs[0].start()], name[runs[0].end() :]] == 1:
-            found[name] = tuple((kind, _own_key(key, rank)) for kind, key in paths[name])
-    return found
-
-
-def _skeletons(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what stands around each number in a name."""
-    return ((name[: run.start()], name[run.end() :]) for run in _RUN.finditer(name))
-
-
-def _own_key(key: Any, rank: int) -> Any:
-    text = str(key)
-    run = next((run for run in _RUN.finditer(text) if int(run[0]) == rank), None)
-    if run is None or type(key) not in (int, str):
-        return key
-    width = len(run[0]) if run[0].startswith("0") else 1
-    return OwnKey(text[: run.start()], width, text[run.end() :], isinstance(key, str))
-
-
-# Descriptions
-
-
 @attrs.frozen(slots=False)
 class Description:
-    """What a rank holds, and, with their own coordinates, all ranks that have the same.
+    """What a rank holds, and, with their own coordinates, all ranks that have the same."""
 
-    Attributes:
-        ranks: How many ranks there are.
-        specs: The tensors by name, each with the mesh of its placements.
-        values: The names of all non-tensor values.
-        data: The ``planner_data`` of the plan, without the rank's own leaves.
-        own: What each rank has under a name of its own.
-    """
-
-    ranks: int
-    specs: FrozenDict[str, TensorSpec]
-    values: tuple[str, ...]
-    data: Any
-    own: tuple[OwnLeaf, ...] = ()
+    ranks: int  # how many ranks there are
+    specs: FrozenDict[str, TensorSpec]  # the tensors by name, each with the mesh of its placements
+    values: tuple[str, ...]  # the names of all non-tensor values
+    data: Any  # the `planner_data` of the plan, without the rank's own leaves
+    own: tuple[OwnLeaf, ...] = ()  # what each rank has under a name of its own
 
     @property
     def items(self) -> int:
@@ -164,7 +73,7 @@ class Description:
         """Return the ``planner_data`` of one rank's plan."""
         if not self.own:
             return self.data
-        data, mine = dict(self.data or {}), _nesting(self.own_on(rank))
+        data, mine = dict(self.data or {}), nesting_of(self.own_on(rank))
         data["paths"] = {**data.get("paths", {}), **mine["paths"]}
         data["empty"] = sorted([*data.get("empty", ()), *mine["empty"]])
         return FrozenDict({key: part for key, part in data.items() if part}) or None
@@ -181,8 +90,19 @@ class Description:
 
     def plan_of(self, rank: int) -> SavePlan:
         """Return the local plan of a rank that has this description."""
-        here = self.on(rank)
-        return WorldPlans(Mesh(rank=self.ranks), here.specs, here.values, here.data)[rank]
+        plan = self._common[rank]
+        if not self.own:
+            return plan
+        catalog = catalog_of((name, leaf.spec) for name, leaf in self.own_on(rank).items())
+        whole = WriteItems(catalog, column(range(len(catalog))), catalog.size * 0, catalog.size)
+        items = WriteItems.concat([plan.items, whole])
+        items = items.take(np.argsort(items.catalog.name_order[items.row], kind="stable"))
+        return SavePlan(items, None, self.data_of(rank), rank, self.ranks, items)
+
+    @cached_property
+    def _common(self) -> WorldPlans:
+        """The plans of ranks without leaves of their own."""
+        return WorldPlans(Mesh(rank=self.ranks), self.specs, self.values, self.data)
 
     @cached_property
     def encoded(self) -> bytes:
@@ -196,15 +116,13 @@ class Description:
         named = [number[spec] for spec in self.specs.values()]
         parts = (self.ranks, [*map(_plain, number)], [*self.specs], named, self.values, self.data)
         text = json.dumps(to_json((*parts, own)), separators=(",", ":"), sort_keys=True)
-        return zlib.compress(text.encode(), 1)
+        return text.encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Description:
         """Decode what `encoded` returned, or raise `CodecError`."""
         try:
-            ranks, table, names, named, values, rest, own = from_json(
-                json.loads(zlib.decompress(data))
-            )
+            ranks, table, names, named, values, rest, own = from_json(json.loads(data))
             specs = [_spec(*row, ranks=ranks) for row in table]
             leaves = [
                 OwnLeaf(_own_path(path), None if n is None else specs[n], is_empty)
@@ -212,10 +130,10 @@ class Description:
             ]
             by_name = FrozenDict({k: specs[n] for k, n in zip(names, named, strict=True)})
             return cls(ranks, by_name, values, rest, tuple(leaves))
-        except (*DAMAGE, zlib.error) as error:
+        except DAMAGE as error:
             raise CodecError(f"a description of what a rank holds is damaged: {error}") from error
 
-    @property
+    @cached_property
     def tag(self) -> str:
         """A fingerprint."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
@@ -265,7 +183,7 @@ def describe(
         data = local.planner_data or FrozenDict()
         paths = {name: data.get("paths", {}).get(name, (("dict", name),)) for name in flat}
         plain = [name for name in flat if not (name in specs and specs[name].placements)]
-        own = _own_paths(paths, plain, rank)
+        own = own_paths(paths, plain, rank)
         empty = set(data.get("empty", ()))
         leaves = tuple(OwnLeaf(own[name], specs.get(name), name in empty) for name in sorted(own))
         rest = dict(data) | {
@@ -352,22 +270,16 @@ def _mesh(numbers: Ints, places: Mapping[int, int]) -> Mesh:
 # The plans of all ranks
 
 
-def as_parts(parts: Iterable[Description]) -> tuple[Description, ...]:
-    """Return descriptions as a tuple."""
+def _parts(parts: Iterable[Description]) -> tuple[Description, ...]:
     return tuple(parts)
 
 
 @attrs.frozen(eq=False, slots=False)
 class JoinedPlans(Columns[SavePlan]):
-    """The local plans of all ranks, from a few descriptions; compares like a tuple.
+    """The local plans of all ranks, from a few descriptions; compares like a tuple."""
 
-    Attributes:
-        parts: The distinct descriptions.
-        part: Which of them each rank has.
-    """
-
-    parts: tuple[Description, ...] = attrs.field(converter=as_parts)
-    part: Ints = attrs.field(converter=column)
+    parts: tuple[Description, ...] = attrs.field(converter=_parts)  # the distinct descriptions
+    part: Ints = attrs.field(converter=column)  # which of them each rank has
 
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""
@@ -461,7 +373,7 @@ class JoinedPlans(Columns[SavePlan]):
             return self.parts[0].data
         plans = [_names_alone([*p.specs, *p.values], p.data) for p in self.parts]
         own = {name: leaf for name, (_, leaf) in self._own.items()}
-        plans.append(_names_alone(own, _nesting(own)))
+        plans.append(_names_alone(own, nesting_of(own)))
         merged = merge_nesting(World(plans))
         if merged.issues or merged.filled:
             raise PlanError(merged.issues or [_conflict(name) for name in sorted(merged.filled)])

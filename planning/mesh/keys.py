@@ -11,8 +11,6 @@ from ..nodes import children_of, is_node, node_data
 from ..tensors import kind_of, spec_of
 from ..tree import _is_leaf, is_tensor
 
-__all__ = ["layout_key", "on_meta"]
-
 _TEXT: Final = frozenset((str,))
 
 

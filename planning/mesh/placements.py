@@ -23,14 +23,8 @@ import numpy as np
 from ..columns.arrays import Ints, readonly
 from ..dtypes import ITEMSIZE, dtype_name
 from ..errors import RefusedError
+from ..frozen import FrozenDict
 from ..geometry.tilings import Chunk, as_ints
-from ..tree import FrozenDict
-
-__all__ = [
-    "AxisRuns", "Cut", "Mesh", "Only", "Placement", "Replicate", "Run", "Shard", "StridedShard",
-    "TensorSpec", "as_mesh", "axis_runs", "cached_axis_runs", "holds", "local_chunks", "local_cuts",
-    "nested_cuts", "shard_runs", "spread",
-]  # fmt: skip
 
 
 @attrs.frozen
@@ -72,13 +66,11 @@ class Only:
     DTensor has none, because it gives each part of the world its own mesh. Use it for the keys of a
     pipeline stage or of one expert; weights tied between stages have several coordinates.
 
-    Attributes:
-        coordinates: Where it is held, ascending; a single one may be given as a number.
-
     >>> Only(2), Only([3, 0])
     (Only(coordinates=(2,)), Only(coordinates=(0, 3)))
     """
 
+    # Where it is held, ascending; a single one may be given as a number.
     coordinates: tuple[int, ...] = attrs.field(converter=_coordinates)
 
 
@@ -89,19 +81,16 @@ Placement = Shard | StridedShard | Replicate | Only
 class Mesh:
     """Ranks on named axes, numbered row-major: the last axis varies fastest.
 
-    Attributes:
-        axes: How many ranks each axis has.
-        strides: How far apart, in ranks, the neighbours on each axis are.
-        ranks: How many ranks there are. A mesh made by `strided` may be part of a larger one; then
-            ranks that have the same coordinate on it hold the same.
-
     >>> mesh = Mesh(dp=2, tp=4)
     >>> len(mesh), mesh.coordinate(6)
     (8, (1, 2))
     """
 
+    # How many ranks each axis has.
     axes: FrozenDict[str, int] = attrs.field(eq=lambda axes: tuple(axes.items()))  # in their order
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # how far apart, in ranks, the neighbours on each axis are
+    # How many ranks there are. A mesh made by `strided` may be part of a larger one; then ranks
+    # that have the same coordinate on it hold the same.
     ranks: int
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
@@ -190,22 +179,17 @@ def as_mesh(mesh: object) -> Mesh:
 class TensorSpec:
     """The shape, dtype and placements of a tensor that need not exist.
 
-    Attributes:
-        shape: Its global shape, in elements.
-        dtype: Its dtype, by name.
-        placements: One placement per mesh axis; empty means that every rank holds all of it.
-        mesh: The mesh of the placements, if that is not the one of all tensors.
-        requires_grad: Kept for exchange with torch.
-
     >>> TensorSpec((4, 8), "bfloat16", [Shard(0)]).nbytes
     64
     """
 
-    shape: tuple[int, ...] = attrs.field(converter=_shape)
-    dtype: str = attrs.field(default="float32", converter=dtype_name)
+    shape: tuple[int, ...] = attrs.field(converter=_shape)  # its global shape, in elements
+    dtype: str = attrs.field(default="float32", converter=dtype_name)  # its dtype, by name
+    # One placement per mesh axis; empty means that every rank holds all of it.
     placements: tuple[Placement, ...] = attrs.field(default=(), converter=_placements)
+    # The mesh of the placements, if that is not the one of all tensors.
     mesh: Mesh | None = attrs.field(default=None, repr=False)
-    requires_grad: bool = attrs.field(default=False, repr=False)
+    requires_grad: bool = attrs.field(default=False, repr=False)  # kept for exchange with torch
 
     def __attrs_post_init__(self) -> None:
         if any(n < 0 for n in self.shape):

@@ -22,13 +22,8 @@ from typing import Final, Literal
 import attrs
 
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
-from ..tree import FrozenDict
+from ..frozen import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
-
-__all__ = [
-    "LLAMA_TP", "Params", "Rule", "adam", "expert_parallel", "fsdp", "fsdp_tp", "hsdp", "pipeline",
-    "tensor_parallel",
-]  # fmt: skip
 
 Params = Mapping[str, Sequence[int]] | Mapping[str, TensorSpec]
 """Parameters by name: their shapes, or specs with dtypes and earlier placements."""

@@ -18,8 +18,8 @@ from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import attrs
 
+from ..frozen import FrozenDict, freeze
 from ..plans import LoadPlan, SavePlan
-from ..tree import FrozenDict, freeze
 
 _HINT: Final = "mark it with @world_pass to be given all plans"
 

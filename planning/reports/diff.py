@@ -15,31 +15,20 @@ from ..plans import LoadPlan, Plan, SavePlan
 from ..records import ReadItem, TensorWriteData, WriteItem
 from ..text import Printed, Sheet, listing
 
-__all__ = ["Difference", "PlanDiff", "plan_diff"]
-
 _SHOWN: Final = 12
 _WIDE: Final = 60  # characters of a value that are shown
 
 
 @attrs.frozen
 class Difference:
-    """One thing that is not the same on both sides.
+    """One thing that is not the same on both sides."""
 
-    Attributes:
-        rank: Whose plan it is in; None in metadata.
-        part: The field that holds it: ``items``, ``transfers``, ``state_dict_metadata``, …;
-            ``order`` if the same items are in another order.
-        fqn: Its name; empty if a field differs as a whole.
-        offset: Where it starts: of a write, in the checkpoint's tensor; of a read, in the state
-            dict's. None for what has no place.
-        before, after: Both sides; None on the side that lacks it.
-    """
-
-    rank: int | None
-    part: str
-    fqn: str
+    rank: int | None  # whose plan it is in; None in metadata
+    part: str  # the field that holds it; `order` if the same items are in another order
+    fqn: str  # its name; empty if a field differs as a whole
+    # Where it starts: of a write, in the checkpoint's tensor; of a read, in the state dict's.
     offset: tuple[int, ...] | None
-    before: Any
+    before: Any  # both sides; None on the side that lacks it
     after: Any
 
     def reverse(self) -> Difference:
@@ -49,16 +38,11 @@ class Difference:
 
 @attrs.frozen(repr=False)
 class PlanDiff(Printed):
-    """What differs between two sides; true if anything does; printed as a table.
+    """What differs between two sides; true if anything does; printed as a table."""
 
-    Attributes:
-        added, removed: What only the second, or only the first side has.
-        changed: What both have, under the same rank, name and offset, but not the same.
-    """
-
-    added: tuple[Difference, ...] = ()
-    removed: tuple[Difference, ...] = ()
-    changed: tuple[Difference, ...] = ()
+    added: tuple[Difference, ...] = ()  # what only the second side has
+    removed: tuple[Difference, ...] = ()  # what only the first side has
+    changed: tuple[Difference, ...] = ()  # what differs under the same rank, name and offset
 
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.changed)
@@ -146,7 +130,7 @@ class _Key(NamedTuple):
     offset: tuple[int, ...] = ()
     has_offset: bool = False
     target: int = -1  # the receiving rank
-    number: int = 0  # distinguishes items that share all of the above
+    number: int = 0  # of items that share all of the above
 
 
 def _keyed(value: Any) -> Mapping[_Key, Any]:

@@ -20,8 +20,6 @@ from .origins import Writers, writers_of
 from .reshard import reshard_traffic
 from .traffic import FileCost, FileCosts, RankCost, RankCosts, Traffic, load_traffic, save_traffic
 
-__all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
-
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
 T = TypeVar("T")
@@ -76,31 +74,19 @@ def _rate(bandwidth: float) -> str:
 
 @attrs.frozen
 class Totals:
-    """The figures of everything together.
+    """The figures of everything together."""
 
-    Attributes:
-        needed: Bytes that ranks need: those they read (or write) for themselves, and receive.
-        nbytes: Bytes that move between ranks and storage.
-        unique: Bytes of storage that move at least once: the size of one copy of everything.
-        whole_chunks: Bytes that would move if every read fetched all of its saved chunk, as torch's
-            reader does; None for a save.
-        requests, elements: Requests of all ranks; elements that move.
-        sent: Bytes that ranks send each other.
-        imbalance: The largest rank's bytes by the mean; 1 is even.
-        slowest: The rank that takes longest; None if there is no rank.
-        seconds: How long everything takes, by the model.
-    """
-
-    needed: int
-    nbytes: int
-    unique: int
+    needed: int  # bytes that ranks read (or write) for themselves, and receive
+    nbytes: int  # bytes that move between ranks and storage
+    unique: int  # bytes of storage that move at least once: one copy of everything
+    # Bytes if every read fetched all of its saved chunk, as torch's reader does; None for a save.
     whole_chunks: int | None
     requests: int
     elements: int
-    sent: int
-    imbalance: float
-    slowest: int | None
-    seconds: float
+    sent: int  # bytes that ranks send each other
+    imbalance: float  # the largest rank's bytes by the mean; 1 is even
+    slowest: int | None  # the rank that takes longest; None if there is no rank
+    seconds: float  # by the model
 
     @property
     def amplification(self) -> float:
@@ -117,25 +103,15 @@ class Totals:
 
 @attrs.frozen(repr=False)
 class Report(Printed):
-    """What a save, a load or a reshard costs; printed as tables.
-
-    Attributes:
-        kind: ``"save"``, ``"load"`` or ``"reshard"``.
-        ranks: The figures of each rank: an immutable sequence of `RankCost`, with a column a field.
-        files: Likewise of each file (`FileCost`); None if the writers are unknown.
-        totals: The figures of everything together.
-        model: How fast things were taken to be.
-        warnings: What is worth a second look, in whole sentences.
-        metadata, plans, writers: What was explained.
-    """
+    """What a save, a load or a reshard costs; printed as tables."""
 
     kind: Kind
-    ranks: RankCosts
-    files: FileCosts | None
+    ranks: RankCosts  # the figures of each rank: `RankCost`s, with a column a field
+    files: FileCosts | None  # likewise of each file; None if the writers are unknown
     totals: Totals
     model: CostModel
-    warnings: tuple[str, ...]
-    metadata: Metadata
+    warnings: tuple[str, ...]  # what is worth a second look, in whole sentences
+    metadata: Metadata  # what was explained
     plans: Plans
     writers: Writers | None
 

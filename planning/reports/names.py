@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
-
-import attrs
-
-__all__ = ["few"]
 
 _WIDE: Final = 75  # characters of names in a cell, unless one name is longer
 _BETWEEN: Final = re.compile("(: | → )")
@@ -32,16 +28,11 @@ def few(names: Sequence[str]) -> str:
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(_NUMBER.sub("#", name), []).append(name)
-    lines = []
-    for text, some in alike.items():
-        parts = _BETWEEN.split(text if len(some) > 1 else some[0], maxsplit=1)
-        old, sign, new = parts if len(parts) == 3 else (parts[0], "", "")
-        lines.append(_Line(old, sign, new, len(some)))
-    merged = _merged(lines)
-    texts = [line.text for line in merged]
-    ends = list(accumulate(len(text) + 2 for text in texts))
-    fitting = max(1, sum(end <= _WIDE for end in ends))
-    left = sum(line.names for line in merged[fitting:])
+    lines = [_line(text if len(some) > 1 else some[0], len(some)) for text, some in alike.items()]
+    groups = _grouped(lines)
+    texts = [_text(group) for group in groups]
+    fitting = _fitting(texts)
+    left = sum(line.names for group in groups[fitting:] for line in group)
     mark = "; " if any(" → " in text for text in texts) else ", "
     return mark.join([*texts[:fitting], *([f"… {left:,} more"] if left else [])])
 
@@ -55,36 +46,33 @@ class _Line(NamedTuple):
     names: int  # how many there are of it, which differ only by numbers
 
 
-@attrs.frozen
-class _Lines:
-    """Lines that are shown as one."""
-
-    lines: Sequence[_Line]
-
-    @property
-    def names(self) -> int:
-        return sum(line.names for line in self.lines)
-
-    @property
-    def text(self) -> str:
-        between = self.lines[0].between
-        alike = max(line.names for line in self.lines) if between == " → " else self.names
-        sides = _first(line.old for line in self.lines), _first(line.new for line in self.lines)
-        return f"{between.join(sides)}{f' ({alike:,})' if alike > 1 else ''}"
+def _line(text: str, names: int) -> _Line:
+    old, sign, new = (*_BETWEEN.split(text, maxsplit=1), "", "")[:3]
+    return _Line(old, sign, new, names)
 
 
-def _merged(lines: Sequence[_Line]) -> list[_Lines]:
+def _grouped(lines: Sequence[_Line]) -> list[list[_Line]]:
     """Put lines together that say what one name becomes, or the same of several names."""
     olds, news = Counter(line.old for line in lines), Counter(line.new for line in lines)
     groups: dict[tuple[str, str], list[_Line]] = {}
     for line in lines:
         old = "" if line.new and news[line.new] > 1 and olds[line.old] == 1 else line.old
         groups.setdefault((old, "" if olds[line.old] > 1 else line.new), []).append(line)
-    return [_Lines(some) for some in groups.values()]
+    return list(groups.values())
 
 
-def _first(names: Iterable[str]) -> str:
-    """List the first of some names, as many as fit."""
-    known = list(dict.fromkeys(names))
-    fitting = max(1, sum(end <= _WIDE for end in accumulate(len(name) + 2 for name in known)))
-    return ", ".join([*known[:fitting], *(["…"] if fitting < len(known) else [])])
+def _text(lines: Sequence[_Line]) -> str:
+    """Write a group of lines as one."""
+    between, counts = lines[0].between, [line.names for line in lines]
+    alike = max(counts) if between == " → " else sum(counts)
+    sides = []
+    for names in ([line.old for line in lines], [line.new for line in lines]):
+        known = list(dict.fromkeys(names))
+        fitting = _fitting(known)
+        sides.append(", ".join([*known[:fitting], *(["…"] if fitting < len(known) else [])]))
+    return f"{between.join(sides)}{f' ({alike:,})' if alike > 1 else ''}"
+
+
+def _fitting(texts: Sequence[str]) -> int:
+    """Return how many of some texts fit on a line; at least one."""
+    return max(1, sum(end <= _WIDE for end in accumulate(len(text) + 2 for text in texts)))

@@ -16,6 +16,7 @@ from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError, span
 from ..geometry.tilings import Chunk, as_ints
 from ..load import resolve_overlaps
+from ..mesh.derive import DerivedPlans
 from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
@@ -25,8 +26,6 @@ from ..text import Printed, Sheet, counted, listing
 
 if TYPE_CHECKING:
     from .explain import Report
-
-__all__ = ["ElementRead", "Why", "Writers", "why", "writers_by_plans", "writers_of"]
 
 Element = tuple[int, ...]
 
@@ -38,17 +37,11 @@ _VALUE: Final = LoadItemType.BYTE_IO.value
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Writers(Mapping[MetadataIndex, int]):
-    """Which rank wrote each chunk: an immutable mapping; equal columns are held once.
+    """Which rank wrote each chunk: an immutable mapping; equal columns are held once."""
 
-    Attributes:
-        entries: The checkpoint's tensors and values.
-        columns: Per chunk the rank; a non-tensor value has one chunk.
-        column: Which of the columns each entry has.
-    """
-
-    entries: Entries
-    columns: tuple[Ints, ...]
-    column: Ints
+    entries: Entries  # the checkpoint's tensors and values
+    columns: tuple[Ints, ...]  # per chunk the rank; a non-tensor value has one chunk
+    column: Ints  # which of the columns each entry has
 
     @cached_property
     def ranks(self) -> Ints:
@@ -104,7 +97,8 @@ def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
     """Return the rank that wrote each chunk of a checkpoint, given what `global_plan` returned.
 
     ``plans`` are those of all ranks, in order. If several ranks hold a chunk (plans from before
-    replicas were removed, or `WorldPlans`), the lowest of them counts as its writer.
+    replicas were removed, or `WorldPlans`), the lowest of them counts as its writer. `WorldPlans`
+    may go with the metadata of `world_metadata`, in which large replicas are cut.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, local_plan
     >>> sd, mesh = {"w": TensorSpec((6,), "float32", [Shard(0)])}, Mesh(dp=2)
@@ -173,68 +167,52 @@ def _ranks_of_plans(
 
 
 def _ranks_of_world(world: WorldPlans, entries: Entries, table: ChunkTable) -> Sequence[Ints]:
-    """Return, per entry, the lowest rank that holds each chunk; equal layouts are done once."""
-    values = dict.fromkeys(world.values, column([0]))  # every rank holds every value
+    """Return, per entry, the lowest rank that holds each chunk; equal layouts are done once.
+
+    Of a replica that is cut between its holders, each part counts for the one that writes it.
+    """
+    held, written = world.holdings, DerivedPlans(world).settled
+    row_of = {name: row for row, name in enumerate(held.catalog.names)}
+    rows = [row_of.get(name, -1) for name in entries.names]
     pairs = [
-        (saved, world.layout_of.get(name, -1))
-        for name, saved in zip(entries.names, entries.layout.tolist(), strict=True)
+        (saved, int(written.number[row]), int(held.number[row])) if row >= 0 else (saved, -1, -1)
+        for row, saved in zip(rows, entries.layout.tolist(), strict=True)
     ]
     lowest = {}
-    for saved, held in dict.fromkeys(pairs):
-        lowest[saved, held] = np.full(int(table.count[saved]), _NOBODY, np.int64)
-        if held >= 0:
-            layout = world.layouts[held]
-            chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
-            np.minimum.at(lowest[saved, held], chunk[chunk >= 0], layout.rank[chunk >= 0])
-    return [
-        values[name] if pair[0] < 0 and name in values else lowest[pair]
-        for name, pair in zip(entries.names, pairs, strict=True)
-    ]
+    for saved, *numbers in dict.fromkeys(pairs):
+        ranks = np.full(int(table.count[saved]), _NOBODY, np.int64)
+        for number in dict.fromkeys(numbers):
+            if number >= 0 and (ranks == _NOBODY).any():
+                layout = written.layouts[number]
+                chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
+                np.minimum.at(ranks, chunk[chunk >= 0], layout.rank[chunk >= 0])
+        lowest[saved, *numbers] = ranks
+    return [lowest[pair] for pair in pairs]
 
 
 @attrs.frozen
 class ElementRead:
-    """How one rank comes by an element.
+    """How one rank comes by an element."""
 
-    Attributes:
-        rank: The rank that gets it.
-        read: The read that brings it.
-        storage_offsets: Where it lies, relative to the saved chunk, in elements.
-        dest_offsets: Where it goes, relative to the shard of the state dict, in elements.
-        via: The rank that reads it from storage and sends it; None if this one reads it itself.
-    """
-
-    rank: int
-    read: ReadItem
-    storage_offsets: Element
-    dest_offsets: Element
-    via: int | None = None
+    rank: int  # the rank that gets it
+    read: ReadItem  # the read that brings it
+    storage_offsets: Element  # where it lies, relative to the saved chunk
+    dest_offsets: Element  # where it goes, relative to the shard of the state dict
+    via: int | None = None  # the rank that reads and sends it; None if this one reads it itself
 
 
 @attrs.frozen(repr=False)
 class Why(Printed):
-    """All that is known about one element, or a non-tensor value; printed as a table.
+    """All that is known about one element, or a non-tensor value; printed as a table."""
 
-    Attributes:
-        fqn: The name of its tensor in the checkpoint.
-        element: Where it lies in the tensor, in the global frame.
-        index: The saved chunk that holds it.
-        chunk: That chunk's box; None for a value.
-        byte_offset: Where it starts, in bytes from the start of the chunk; None for a value.
-        nbytes: How many bytes it takes; None for a value.
-        writers: The ranks that write it; in a load that is the rank in whose file it lies. Empty if
-            they are unknown.
-        reads: How each rank that wants it comes by it, by rank.
-    """
-
-    fqn: str
-    element: Element
-    index: MetadataIndex
+    fqn: str  # the name of its tensor in the checkpoint
+    element: Element  # where it lies in the tensor, in the global frame
+    index: MetadataIndex  # the saved chunk that holds it, and its box; None for a value
     chunk: Chunk | None
-    byte_offset: int | None
+    byte_offset: int | None  # from the start of the chunk
     nbytes: int | None
-    writers: tuple[int, ...]
-    reads: tuple[ElementRead, ...]
+    writers: tuple[int, ...]  # the ranks that write it, or in whose file it lies; empty if unknown
+    reads: tuple[ElementRead, ...]  # how each rank that wants it comes by it
 
     @property
     def _sheet(self) -> Sheet:

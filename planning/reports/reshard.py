@@ -26,13 +26,12 @@ from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
-from ..mesh.worlds import SpecLayout, WorldPlans
+from ..mesh.layouts import SpecLayout
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from .origins import Writers, writers_by_plans
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
-
-__all__ = ["reshard_traffic", "traffic_blocks", "traffic_matrix"]
 
 _BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to a few hundred MiB
 
@@ -65,7 +64,7 @@ def reshard_traffic(
     metadata: Metadata, world: WorldPlans, writers: Writers | None = None
 ) -> Traffic:
     """Count what all ranks of a world read to fill what they hold."""
-    pairs = _pairs(metadata, world)
+    pairs = pairs_of(metadata, world)
     for pair in pairs:
         short = np.flatnonzero(pair.costs[0] != pair.boxes.sizes.prod(axis=1))
         for rank in pair.rank[short[:1], 0].tolist():
@@ -84,7 +83,7 @@ def reshard_traffic(
     return Traffic(ranks, files, unique, whole)
 
 
-def _pairs(metadata: Metadata, world: WorldPlans) -> list[_Pair]:
+def pairs_of(metadata: Metadata, world: WorldPlans) -> list[_Pair]:
     """Gather the tensors by saved and by wanted layout; tensors without elements are left out."""
     entries, catalog = metadata.state_dict_metadata, world.catalog
     match = match_entries(entries, catalog, np.arange(len(catalog)), "cast", "same")
@@ -317,7 +316,7 @@ def traffic_blocks(
     if not isinstance(writers, Writers):
         raise TypeError("a world does not say who wrote; pass writers_of(plans, metadata)")
     sums = np.zeros((-(-writers.world_size // steps[0]), -(-len(world) // steps[1])), np.int64)
-    for pair in _pairs(Metadata(writers.entries), world):
+    for pair in pairs_of(Metadata(writers.entries), world):
         for met in _pieces(pair.tiling, pair.boxes, np.arange(len(pair.boxes))):
             for file, itemsize in pair.files(writers):
                 writer = writers.ranks[file][met.chunk] // steps[0]

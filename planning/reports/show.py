@@ -17,14 +17,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from ..columns import arrays
 from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad
 from ..errors import span
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
 from ..plans import SavePlan
 from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
 from .names import few
-
-__all__ = ["Amount", "Change", "PlannerTrace", "StepTrace", "show", "traced"]
 
 _NESTING: Final = frozenset(["paths", "empty", "nodes"])  # plans' data that passes keep up to date
 
@@ -40,44 +39,30 @@ class Amount:
 
 @attrs.frozen
 class Change:
-    """What a pass does to some items.
+    """What a pass does to some items; an item may be changed in several ways.
 
-    Attributes:
-        kind: ``renamed``, ``split`` (one name becomes several), ``fused`` (several become one),
-            ``cast``, ``reshaped``, ``cut``, ``dropped``, ``left to others`` (ranks that hold the
-            same), ``filled`` (padding), ``added``, or ``left alone``. An item may be changed in
-            several ways.
-        before: The items that are changed.
-        after: What becomes of them.
-        names: A line per name, sorted: its name in the checkpoint, and what becomes of it.
+    Kinds are ``renamed``, ``split`` (one name becomes several), ``fused`` (several become one),
+    ``cast``, ``reshaped``, ``cut``, ``dropped``, ``left to others`` (ranks that hold the same),
+    ``filled`` (padding), ``added`` and ``left alone``.
     """
 
     kind: str
-    before: Amount
-    after: Amount
-    names: tuple[str, ...] = attrs.field(converter=as_names)
+    before: Amount  # the items that are changed
+    after: Amount  # what becomes of them
+    names: tuple[str, ...] = attrs.field(converter=as_names)  # of each name, what becomes of it
 
 
 @attrs.frozen(repr=False)
 class StepTrace(Printed):
-    """What one pass does.
+    """What one pass does."""
 
-    Attributes:
-        step: The pass, as it prints.
-        scope: Whether it sees the plan of one rank or of all.
-        ranks: The ranks whose plans it ran on.
-        before, after: All items.
-        changes: What it does to them, by kind, and which it leaves alone.
-        notes: The names of data that it adds to plans.
-    """
-
-    step: str
+    step: str  # the pass, as it prints
     scope: Scope
-    ranks: tuple[int, ...]
-    before: Amount
+    ranks: tuple[int, ...]  # the ranks whose plans it ran on
+    before: Amount  # all items
     after: Amount
-    changes: tuple[Change, ...]
-    notes: tuple[str, ...] = ()
+    changes: tuple[Change, ...]  # what it does to them, by kind, and which it leaves alone
+    notes: tuple[str, ...] = ()  # the names of data that it adds to plans
 
     @property
     def table(self) -> Table:
@@ -195,7 +180,7 @@ def _keys(plan: SavePlan) -> frozenset[str]:
 
 
 @attrs.frozen(eq=False)
-class _Rows:
+class _Rows(arrays.Table):
     """Items of all ranks, one row each; both sides of a pass number the same tables."""
 
     names: Sequence[str]  # the tables: names, dtypes (empty for a non-tensor value) and shapes
@@ -220,11 +205,6 @@ class _Rows:
         """What each item is made of: whose shard in the first columns, then the box in it."""
         return np.column_stack([self.rank, self.source, self.fill, self.shard, self.box])
 
-    def take(self, rows: Ints) -> _Rows:
-        """Return the given rows."""
-        fields = attrs.astuple(self, recurse=False)
-        return _Rows(*fields[:3], *(values[rows] for values in fields[3:]))
-
     def amount(self, rows: Ints) -> Amount:
         """Return how much the given rows are."""
         names = distinct(self.name[rows])
@@ -244,28 +224,23 @@ def _rows(*sides: Sequence[SavePlan]) -> list[_Rows]:
             sizes = [head.size for head in catalog.heads]
             numbers = texts.of(sources), texts.of(catalog.names), dtypes.of(dtype), shapes.of(sizes)
             heads[catalog.content] = column(numbers, 4, -1).T
-    found = []
-    for items in every:
-        fill = items.is_fill[:, None].astype(np.int64)
-        chunk = np.hstack([pad(items.offsets, width, 0), pad(items.sizes, width, 1)])
-        box = np.hstack([pad(items.box_offsets, width, 0), pad(items.box_sizes, width, 1)])
-        turned = np.full((len(items), 1), -1)  # both sides have the same axes
-        if items.frame is not None:
-            coded = items.frame.axes
-            turned = np.array([*axes.of(coded.values), -1])[coded.number][:, None]
-        shard = pad(items.shard_offsets, width, 0)
-        boxes = [shard, np.where(fill == 1, chunk, box), chunk, turned, items.nbytes[:, None]]
-        found.append(np.hstack([heads[items.catalog.content][items.row], fill, *boxes]))
-    edges = np.cumsum([4, 1, width, 2 * width, 2 * width + 1])
-    done, parts = [], iter(found)
+    tables = tuple(texts), tuple(dtypes), tuple(shapes)
+    done = []
     for plans in sides:
-        mine = [next(parts) for _ in plans]
-        rank = np.repeat(np.arange(len(mine)), list(map(len, mine)))
-        rows = np.concatenate([np.zeros((0, edges[-1] + 1), np.int64), *mine])
-        head, fill, shard, box, chunk, nbytes = np.split(rows, edges, axis=1)
-        tables = tuple(texts), tuple(dtypes), tuple(shapes)
-        columns = rank, *head.T, fill[:, 0], shard, box, chunk, nbytes[:, 0]
-        done.append(_Rows(*tables, *columns))
+        parts = []
+        for rank, items in enumerate(plan.items for plan in plans or [SavePlan([])]):
+            chunk = np.hstack([pad(items.offsets, width, 0), pad(items.sizes, width, 1)])
+            box = np.hstack([pad(items.box_offsets, width, 0), pad(items.box_sizes, width, 1)])
+            turned = np.full(len(items), -1)  # both sides have the same axes
+            if items.frame is not None:
+                coded = items.frame.axes
+                turned = np.array([*axes.of(coded.values), -1])[coded.number]
+            head = heads.get(items.catalog.content, np.zeros((0, 4), np.int64))[items.row]
+            fill, shard = items.is_fill.astype(np.int64), pad(items.shard_offsets, width, 0)
+            boxes = shard, np.where(fill[:, None], chunk, box), np.column_stack([chunk, turned])
+            columns = np.full(len(items), rank), *head.T, fill, *boxes, items.nbytes
+            parts.append(_Rows(*tables, *columns))
+        done.append(_Rows.concat(parts))
     return done
 
 

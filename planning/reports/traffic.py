@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Columns, Index, Ints, column, group_rows, pad
+from ..columns.arrays import Columns, Ints, Table, column, group_rows, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
@@ -28,8 +28,6 @@ from ..records import LoadItemType
 from ..storage.blocks import ChunkTable, entries_of
 from .origins import Writers
 
-__all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]
-
 T = TypeVar("T")
 
 _VALUE: Final = LoadItemType.BYTE_IO.value
@@ -38,49 +36,31 @@ _RELAYED: Final = -2  # in place of a sender: read from storage, for other ranks
 
 @attrs.frozen
 class RankCost:
-    """What one rank does.
-
-    Attributes:
-        rank: Which rank.
-        nbytes, elements: What it moves from storage, or, in a save, to storage.
-        requests: Contiguous runs of bytes that it asks for, before neighbours are merged.
-        peers: From how many files it reads; None in a save, or if the writers are unknown.
-        peak_buffer: Bytes of the largest piece that must be staged: it is not contiguous in the
-            tensor it goes to (or comes from), or it is known to be cast. A shard that no plan
-            describes is taken to be the box that its pieces span.
-        sent, received: Bytes that it sends to other ranks, and receives from them.
-        seconds: How long it takes, by the model.
-    """
+    """What one rank does."""
 
     rank: int
-    nbytes: int
-    requests: int
+    nbytes: int  # what it moves from storage, or, in a save, to storage
+    requests: int  # contiguous runs of bytes that it asks for, before neighbours are merged
     elements: int
-    peers: int | None
+    peers: int | None  # the files it reads; None in a save, or if the writers are unknown
+    # Bytes of the largest piece that is staged: it is not contiguous in its shard, or is cast.
     peak_buffer: int
-    sent: int
+    sent: int  # bytes to other ranks
     received: int
-    seconds: float
+    seconds: float  # by the model
 
 
 @attrs.frozen
 class FileCost:
-    """What happens to one file.
+    """What happens to one file."""
 
-    Attributes:
-        file: The rank that wrote it.
-        nbytes: Bytes that are read from it, or, in a save, written to it.
-        requests: How many requests it gets.
-        readers: How many ranks read it; 0 in a save.
-    """
-
-    file: int
-    nbytes: int
+    file: int  # the rank that wrote it
+    nbytes: int  # bytes that are read from it, or, in a save, written to it
     requests: int
-    readers: int
+    readers: int  # how many ranks read it; 0 in a save
 
 
-class _Figures(Columns[T]):
+class _Figures(Table, Columns[T]):
     """Records of numbers; one column a field, None where a figure is unknown."""
 
     _record: ClassVar[Any]
@@ -103,13 +83,8 @@ class _Figures(Columns[T]):
         made: T = self._record(*(None if c is None else c[row].item() for c in self.columns))
         return made
 
-    def take(self, rows: Index | slice) -> Self:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        return type(self)(*(None if c is None else c[rows] for c in self.columns))
-
     def _same(self, other: Self) -> bool:
-        pairs = zip(self.columns, other.columns, strict=True)
-        return all(np.array_equal(a, b) for a, b in pairs)
+        return self.same(other)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -260,7 +235,7 @@ def load_traffic(
 
 
 @attrs.frozen(eq=False)
-class _Pieces:
+class _Pieces(Table):
     """What all ranks read or receive; one row a piece."""
 
     rank: Ints  # the rank that gets it
@@ -274,10 +249,6 @@ class _Pieces:
     requests: Ints
     whole: Ints  # bytes of the saved chunk
     staged: npt.NDArray[np.bool_]  # whether it is not contiguous in the shard that it fills
-
-    def take(self, rows: npt.NDArray[Any]) -> _Pieces:
-        """Return the given rows (numbers or a mask)."""
-        return _Pieces(*(getattr(self, field.name)[rows] for field in attrs.fields(_Pieces)))
 
 
 def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:

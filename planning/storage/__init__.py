@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
+    from .arrival import key_batches
     from .blocks import (  # isort: skip
         BLOCK_BYTES, Blocks, ChunkTable, boxes_of, cut_blocks, cut_within, entries_of, find_chunks,
         group_blocks, locate_reads, reach_of, reads_of, write_tasks,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         shared_rounds, value_exchange, value_reads,
     )  # fmt: skip
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
+    from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
         MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
         numbers_of, pack_files, parse_size, refuse_split, save_id_of, shard_plans, shards_of,
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
+        "arrival": "key_batches",
         "blocks": (
             "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of find_chunks "
             "group_blocks locate_reads reach_of reads_of write_tasks"
@@ -81,6 +84,7 @@ __getattr__, __dir__ = door(
             "shared_rounds value_exchange value_reads"
         ),
         "target": "Placements Seen Target Traits plan_target seen_through",
+        "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
             "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "

@@ -51,6 +51,10 @@ def meeting(spans: Mapping[K, tuple[int, int]]) -> Iterator[tuple[K, K]]:
     >>> list(meeting({"b": (4, 9), "a": (0, 6), "c": (9, 12)}))
     [('a', 'b')]
     """
+    table = np.array(list(spans.values()), np.uint64).reshape(-1, 2)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    if (table[1:, 0] >= np.maximum.accumulate(table[:, 1])[:-1]).all():
+        return
     ends: dict[K, int] = {}  # of earlier spans that reach as far as the current one
     for key, (start, end) in sorted(spans.items(), key=lambda pair: pair[1][0]):
         ends = {other: known for other, known in ends.items() if known > start}

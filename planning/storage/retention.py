@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import attrs
 
-from ..tree import FrozenDict, freeze
+from ..frozen import FrozenDict, freeze
 
 
 @attrs.frozen

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import span
 from ..geometry.tilings import Chunk
 from ..metadata import BytesMetadata, Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
-from .elements import Element, item_elements, pairs, plus
-from .frames import assert_accounted, filled, written
+from .frames import Element, assert_accounted, filled, item_elements, pairs, plus, written
 
 __all__ = [
     "Element", "Origin", "Trace", "assert_accounted", "assert_all_saved", "assert_read_once",
@@ -91,7 +91,7 @@ def assert_written_once(plans: Iterable[SavePlan], metadata: Metadata) -> None:
             ranks = [r for r, w in writes if w.fqn == name and element in set(cells(w.chunk))]
             raise AssertionError(
                 f"`{name}`: element {element} is written {len(ranks)} times, "
-                f"by {_ranks(ranks) if ranks else 'no rank'}"
+                f"by {span(ranks) if ranks else 'no rank'}"
             )
     entries = metadata.state_dict_metadata
     writers: dict[str, list[tuple[int, WriteItem]]] = {name: [] for name in entries}
@@ -108,7 +108,7 @@ def _assert_described(
     name: str, items: Sequence[tuple[int, WriteItem]], entry: TensorMetadata | BytesMetadata
 ) -> None:
     """Assert that the metadata of a tensor agrees with the ranks that write it."""
-    ranks = _ranks([rank for rank, _ in items])
+    ranks = span([rank for rank, _ in items])
     if isinstance(entry, BytesMetadata):
         stray = [item.tensor_data for _, item in items if item.tensor_data is not None]
         assert not stray, f"`{name}` is a value in the metadata, but {ranks} write {stray[0]}"
@@ -326,8 +326,3 @@ def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origi
             f"`{source.fqn}`: {read} runs past the saved {entry.chunks[number]}"
         )
         yield plus(into.offset or (), element), Origin(source.fqn, number, position)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = [str(rank) for rank in sorted(set(ranks))]
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {', '.join(numbers)}"

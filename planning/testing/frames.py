@@ -6,24 +6,56 @@ They move real values, element by element, and count. Use small tensors.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from ..geometry.axes import Axes
 from ..geometry.tilings import Chunk
 from ..passes import chain, pad, permute, rename, reshape, split, trim
 from ..passes.base import Step
 from ..plans import LoadPlan, SavePlan
 from ..records import WriteItem
-from .elements import item_elements, pairs, plus
-
-__all__ = ["Framing", "assert_accounted", "filled", "framed", "written"]
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
+Element = tuple[int, ...]
+"""Where an element lies in its tensor, in the global frame."""
+
+
+def item_elements(item: WriteItem) -> Iterator[tuple[Element, Element | None]]:
+    """Yield each element that an item writes, with the state dict's that it is made of.
+
+    An element of padding is made of none.
+    """
+    if item.tensor_data is None:
+        yield (), ()
+        return
+    chunk, box = item.tensor_data.chunk, item.source_chunk
+    if box is not None:
+        yield from pairs(chunk, box, item.axes)
+        return
+    for element in np.ndindex(chunk.sizes):
+        yield plus(chunk.offsets, element), None
+
+
+def pairs(chunk: Chunk, box: Chunk, axes: Axes | None) -> Iterator[tuple[Element, Element]]:
+    """Yield each element of a chunk, with that of the box which becomes it."""
+    number: npt.NDArray[Any] = np.arange(box.numel)
+    if axes is not None and box.numel:
+        number = number.reshape(axes.split).transpose(axes.order)
+    number = number.reshape(chunk.sizes)
+    for element in np.ndindex(chunk.sizes):
+        origin = [int(at) for at in np.unravel_index(int(number[element]), box.sizes)]
+        yield plus(chunk.offsets, element), plus(box.offsets, origin)
+
+
+def plus(a: Sequence[int], b: Sequence[int]) -> Element:
+    """Add two vectors."""
+    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def written(plans: Iterable[SavePlan], tensors: Mapping[str, Array]) -> Arrays:
@@ -121,26 +153,16 @@ def _count(items: Iterable[WriteItem]) -> dict[str, Counter[Any]]:
 
 @attrs.frozen
 class Framing:
-    """What becomes of a tensor of the state dict: parted, turned and merged axes, cut in two.
+    """What becomes of a tensor of the state dict: parted, turned and merged axes, cut in two."""
 
-    Attributes:
-        shape: The tensor's shape.
-        split, order: How its axes are parted and turned, as in `Axes`.
-        merged: Its shape after that.
-        axis: The axis along which it is then cut in two, padded and trimmed.
-        at: The length of the first part, which is called ``name.0``, the second ``name.1``.
-        keeps: Whether the second part is saved, or left out.
-        pads: The length of the padding that follows the first part.
-    """
-
-    shape: tuple[int, ...]
-    split: tuple[int, ...]
+    shape: tuple[int, ...]  # the tensor's shape
+    split: tuple[int, ...]  # how its axes are parted and turned, as in `Axes`
     order: tuple[int, ...]
-    merged: tuple[int, ...]
-    axis: int
-    at: int
-    keeps: bool
-    pads: int
+    merged: tuple[int, ...]  # its shape after that
+    axis: int  # the axis along which it is then cut in two, padded and trimmed
+    at: int  # the length of the first part, which is called `name.0`, the second `name.1`
+    keeps: bool  # whether the second part is saved, or left out
+    pads: int  # the length of the padding that follows the first part
 
     def passes(self, name: str) -> Step[SavePlan]:
         """Return the passes that change a tensor so, where a rank holds any of it."""

@@ -14,8 +14,6 @@ from ..mesh.placements import Mesh
 from ..passes.base import Step, shown
 from ..plans import SavePlan
 
-__all__ = ["as_code"]
-
 
 def as_code(value: Any) -> str:
     """Return an expression that makes a plan, a state dict, a planner or a record again.

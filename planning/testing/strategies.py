@@ -65,34 +65,19 @@ _COMMON: Final = ("float32", "float64", "float16", "int64", "int8", "uint8", "bo
 def shapes(
     *, min_dims: int = 0, max_dims: int = 3, min_side: int = 0, max_side: int = 6
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Generate the shapes of small tensors, also without axes, or empty (``min_side=0``).
-
-    >>> from hypothesis import find
-    >>> find(shapes(), lambda shape: len(shape) > 1)
-    (0, 0)
-    """
+    """Generate the shapes of small tensors, also without axes, or empty (``min_side=0``)."""
     sides = st.integers(min_side, max_side)
     return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def dtypes() -> SearchStrategy[str]:
-    """Generate the names of all dtypes that a checkpoint can carry, plain ones first.
-
-    >>> from hypothesis import find
-    >>> find(dtypes(), lambda dtype: True)
-    'float32'
-    """
+    """Generate the names of all dtypes that a checkpoint can carry, plain ones first."""
     rest = [name for name in ITEMSIZE if name not in _COMMON]
     return st.sampled_from([*_COMMON, *rest])
 
 
 def chunks(shape: Sequence[int], *, allow_empty: bool = False) -> SearchStrategy[Chunk]:
-    """Generate boxes that lie inside a tensor; empty ones if allowed, or if the tensor is empty.
-
-    >>> from hypothesis import find
-    >>> find(chunks((4, 4)), lambda chunk: chunk.numel == 16)
-    Chunk(offsets=(0, 0), sizes=(4, 4))
-    """
+    """Generate boxes that lie inside a tensor; empty ones if allowed, or if the tensor is empty."""
 
     def interval(length: int) -> SearchStrategy[tuple[int, int]]:
         least = 0 if allow_empty or not length else 1
@@ -110,10 +95,6 @@ def tilings(shape: Sequence[int], *, max_chunks: int = 12) -> SearchStrategy[Til
 
     One chunk, grids with uneven cuts, and boxes from repeated splits that form no grid, in any
     order. An empty tensor has one empty chunk.
-
-    >>> from hypothesis import find
-    >>> find(tilings((2, 3)), lambda tiling: len(tiling) == 1)
-    Grid(0:2, 0:3)
     """
     return _tilings(tuple(shape), max_chunks)
 
@@ -169,12 +150,7 @@ def _grids(draw: st.DrawFn, shape: tuple[int, ...], max_chunks: int) -> list[Chu
 
 @st.composite
 def meshes(draw: st.DrawFn, *, max_ranks: int = 6, max_axes: int = 3) -> Mesh:
-    """Generate meshes of a few ranks, on one to five axes.
-
-    >>> from hypothesis import find
-    >>> find(meshes(), lambda mesh: len(mesh) > 1)
-    Mesh(dp=2)
-    """
+    """Generate meshes of a few ranks, on one to five axes."""
     sizes: dict[str, int] = {}
     for name in _AXES[: draw(st.integers(1, max_axes))]:
         sizes[name] = draw(st.integers(1, max_ranks // math.prod(sizes.values())))
@@ -182,12 +158,7 @@ def meshes(draw: st.DrawFn, *, max_ranks: int = 6, max_axes: int = 3) -> Mesh:
 
 
 def placements(mesh: Mesh, shape: Sequence[int]) -> SearchStrategy[tuple[Placement, ...]]:
-    """Generate one placement for each axis of a mesh: Replicate, Shard or StridedShard.
-
-    >>> from hypothesis import find
-    >>> find(placements(Mesh(dp=2, tp=2), (4,)), lambda placed: placed == (Shard(0), Shard(0)))
-    (Shard(dim=0), Shard(dim=0))
-    """
+    """Generate one placement for each axis of a mesh: Replicate, Shard or StridedShard."""
     return _placements(len(mesh.names), len(shape))
 
 
@@ -206,12 +177,7 @@ def tensor_specs(
     shape: SearchStrategy[tuple[int, ...]] | None = None,
     dtype: SearchStrategy[Dtype] | None = None,
 ) -> SearchStrategy[TensorSpec]:
-    """Generate `TensorSpec`s; without a mesh they are whole on every rank.
-
-    >>> from hypothesis import find
-    >>> find(tensor_specs(), lambda spec: len(spec.shape) == 2)
-    TensorSpec(shape=(0, 0), dtype='float32', placements=())
-    """
+    """Generate `TensorSpec`s; without a mesh they are whole on every rank."""
     sizes, kinds = (shapes() if shape is None else shape), (dtypes() if dtype is None else dtype)
     if mesh is None:
         return st.builds(TensorSpec, sizes, kinds)
@@ -221,12 +187,7 @@ def tensor_specs(
 
 
 def values() -> SearchStrategy[Any]:
-    """Generate what a state dict holds besides tensors; each equals itself, so NaN is left out.
-
-    >>> from hypothesis import find
-    >>> find(values(), lambda value: isinstance(value, tuple) and len(value) == 2)
-    (None, None)
-    """
+    """Generate what a state dict holds besides tensors; each equals itself, so NaN is left out."""
     numbers = st.booleans() | st.integers() | st.floats(allow_nan=False)
     plain: SearchStrategy[Any] = st.one_of(
         st.none(), numbers, st.text(max_size=4), st.binary(max_size=4)
@@ -345,12 +306,7 @@ def save_plans(
 
 @st.composite
 def framings(draw: st.DrawFn, shape: Sequence[int]) -> Framing:
-    """Generate what a pass may make of a tensor with elements and axes; see `framed`.
-
-    >>> from hypothesis import find
-    >>> find(framings((4, 6)), lambda framing: framing.order == (1, 0)).merged
-    (24,)
-    """
+    """Generate what a pass may make of a tensor with elements and axes; see `framed`."""
     split: list[int] = []
     for size in shape:
         factors = [n for n in range(2, size) if size % n == 0]

@@ -31,6 +31,7 @@ _EXIT_CODES: Final = (
 _COMMANDS: Final = {
     "inspect": ("inspect", "Show what a checkpoint holds."),
     "plan": ("plan", "Show what loading it on other ranks would cost."),
+    "explore": ("explore", "Write a page that shows it from every side."),
     "verify": ("actions", "Check every byte."),
     "diff": ("actions", "Compare two checkpoints."),
     "cat": ("actions", "Show elements of a tensor, or a value."),

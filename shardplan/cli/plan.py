@@ -67,7 +67,7 @@ _PLACED: Final = re.compile(r"([a-z]+)\s*(?:\(([^()]*)\)|(-?[0-9]+))?", re.IGNOR
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)\s*:(.*)")
 _COMMA: Final = re.compile(r",(?![^()]*\))")  # not those between parentheses
 _NUMBER: Final = re.compile(r"(?:dim=|split_factor=)?(-?[0-9]+)")
-_RANKS: Final = "The ranks, by named axes; the last axis runs fastest: dp=96,tp=2."
+RANKS_HELP: Final = "The ranks, by named axes; the last axis runs fastest: dp=96,tp=2."
 _PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
@@ -80,7 +80,7 @@ color:#1f2328;background:#fff}}svg{{max-width:100%;height:auto}}</style></head>
 
 def plan(
     ckpt: Ckpt,
-    mesh: Annotated[str, Option(metavar="AXIS=N,…", help=_RANKS)],
+    mesh: Annotated[str, Option(metavar="AXIS=N,…", help=RANKS_HELP)],
     placements: Placements,
     selects: Select,
     drops: Drop,
@@ -130,7 +130,7 @@ def plan(
     contents = open_contents(ckpt)
     files = [file for file in (svg, html) if file is not None]
     with waiting("planning"):
-        reshard = _reshard(contents, ranks, placings, passes)
+        reshard = plan_reshard(contents, ranks, placings, passes)
         for file in files:
             drawn = _picture(reshard, tensor)
             text = _page(reshard, drawn) if file is html else drawn
@@ -148,7 +148,7 @@ def plan(
 
 
 @attrs.frozen(eq=False)
-class _Reshard:
+class Reshard:
     """A load of a checkpoint, planned for other ranks, what passes do to it, and its cost."""
 
     contents: Contents
@@ -173,9 +173,9 @@ class _Reshard:
         return dict(zip(self.mesh.names, texts, strict=True))
 
 
-def _reshard(
+def plan_reshard(
     contents: Contents, mesh: Mesh, placings: Sequence[Placing], passes: Sequence[Pass[SavePlan]]
-) -> _Reshard:
+) -> Reshard:
     """Plan the load of a checkpoint on a mesh, or of what passes leave of it."""
     entries = contents.entries
     specs: dict[str, TensorSpec | None] = dict.fromkeys(entries.names)
@@ -190,14 +190,14 @@ def _reshard(
     totals = {placing: contents.total(some) for placing, some in rows.items()}
     if not passes:
         report = explain(metadata, world, writers=writers)
-        return _Reshard(contents, mesh, world, totals, report)
+        return Reshard(contents, mesh, world, totals, report)
     if len(mesh) * len(entries) > _MOST_ITEMS:
         text = f"{len(mesh):,} ranks × {len(entries):,} names are too many to run passes over"
         raise ValueError(f"{text}; plan for fewer ranks: most passes do the same on all")
     plans, trace = traced(passes, world)
     global_plan(plans)  # refuses passes that lose or double elements
     report = explain(metadata, loads_into(passes, world, metadata), writers=writers)
-    return _Reshard(contents, mesh, world, totals, report, trace)
+    return Reshard(contents, mesh, world, totals, report, trace)
 
 
 def _writers(contents: Contents) -> Writers | None:
@@ -213,7 +213,7 @@ def _writers(contents: Contents) -> Writers | None:
     return Writers(contents.entries, (*columns, inline), column(which))
 
 
-def _picture(reshard: _Reshard, name: str | None) -> str:
+def _picture(reshard: Reshard, name: str | None) -> str:
     """Draw how a tensor is resharded: the one that is named, or the largest."""
     from shardplan.planning import draw_reshard
 
@@ -226,7 +226,7 @@ def _picture(reshard: _Reshard, name: str | None) -> str:
     return str(draw_reshard(metadata, reshard.world, name, writers=writers))
 
 
-def _page(reshard: _Reshard, picture: str) -> str:
+def _page(reshard: Reshard, picture: str) -> str:
     """Return the report as an HTML page: figures, bytes per rank, one tensor's reshard."""
     from shardplan.planning import draw_bytes
 
@@ -252,7 +252,7 @@ def _trace_text(trace: PlannerTrace) -> str:
     return "\n".join(lines)
 
 
-def _placement_table(reshard: _Reshard) -> str:
+def _placement_table(reshard: Reshard) -> str:
     *_, default = reshard.totals
     rows = []
     for placing, total in reshard.totals.items():
@@ -263,7 +263,7 @@ def _placement_table(reshard: _Reshard) -> str:
     return table(("names", "placed", "tensors", "bytes"), rows)
 
 
-def _json(reshard: _Reshard) -> dict[str, Any]:
+def _json(reshard: Reshard) -> dict[str, Any]:
     """Return everything as plain data."""
     report, totals = reshard.report, reshard.report.totals
     files = report.files

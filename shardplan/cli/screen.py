@@ -25,6 +25,7 @@ from typer import Argument, Option
 from shardplan.planning import Table
 
 FOUND: Final = 1  # the exit code if there are differences, or damage
+SCHEMA: Final = 1  # of JSON: raised when a key goes or changes its meaning, not when one is new
 BAD: Final = 2  # the exit code if the command could not be carried out
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
@@ -48,7 +49,13 @@ def checkpoint(metavar: str, about: str) -> Any:
 
 _ANY: Final = "A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://."
 Ckpt = Annotated[str, checkpoint("CKPT", _ANY)]
-Json = Annotated[bool, Option("--json", help="Write one JSON object to stdout, and nothing else.")]
+Json = Annotated[
+    bool,
+    Option(
+        "--json",
+        help="Write one JSON object to stdout, and nothing else; its schema changes if keys do.",
+    ),
+]
 Placements = Annotated[
     list[str],
     Option(
@@ -122,9 +129,9 @@ def safe(text: object) -> str:
 
 
 def print_json(answer: Mapping[str, Any]) -> None:
-    """Print one JSON object, on one line in a pipe."""
+    """Print one JSON object, on one line in a pipe; its first key is `SCHEMA`."""
     indent = 2 if sys.stdout.isatty() else None
-    print(json.dumps(plain(answer), indent=indent, allow_nan=False))
+    print(json.dumps({"schema": SCHEMA, **plain(answer)}, indent=indent, allow_nan=False))
 
 
 def record_json(record: Any, **names: str) -> dict[str, Any]:

@@ -108,14 +108,14 @@ def async_save(
 ) -> Future[Metadata] | AsyncSaveResponse:
     """Copy a state dict, and save the copy in the background; see `shardplan.async_save`.
 
-    The arguments are those of `save`. Torch carries out saves by another process, or with a stager.
+    The arguments are those of `save`. With ``AsyncCheckpointerType.PROCESS``, our writer process
+    writes, as with ``process=True`` there. Torch carries out saves with a stager.
 
     Returns:
         A future of the metadata; what torch returns if torch carries out the save.
     """
     place = None
-    in_thread = async_checkpointer_type is AsyncCheckpointerType.THREAD and async_stager is None
-    if in_thread and use_collectives and is_plain(planner):
+    if async_stager is None and use_collectives and is_plain(planner):
         place = find_place(storage_writer, checkpoint_id, reader=False)
     if place is None:
         return _torchs.async_save(
@@ -133,7 +133,12 @@ def async_save(
     format = format or used_format()
     with raising(comm):
         saving = shardplan.async_save(
-            state_dict, place.path, format=format, comm=comm, overwrite=place.overwrite
+            state_dict,
+            place.path,
+            format=format,
+            comm=comm,
+            overwrite=place.overwrite,
+            process=async_checkpointer_type is AsyncCheckpointerType.PROCESS,
         )
     future = Future[Metadata]()
     future.set_running_or_notify_cancel()  # other ranks depend on it

@@ -50,7 +50,7 @@ def load_state(accelerator: Accelerator, path: PathLike, **options: Any) -> Load
         options: As in `shardplan.load`.
     """
     state = _state(accelerator)
-    report = shardplan.load(state, path, **options)
+    report: LoadReport = shardplan.load(state, path, **options)
     for place, model in enumerate(accelerator._models):
         set_model_state_dict(model, state["models"][place])
     for place, (model, optimizer) in enumerate(_pairs(accelerator)):

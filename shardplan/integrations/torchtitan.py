@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 from torchtitan.components.checkpointer import (
@@ -44,8 +44,8 @@ class CheckpointManager(BaseCheckpointManager):
     class Config(BaseCheckpointManager.Config):
         """torchtitan's options; these are ours."""
 
-        background: bool = True
-        """Whether training goes on while a checkpoint is written."""
+        background: bool | Literal["process"] = True
+        """Whether training goes on while a thread, or a process, writes a checkpoint."""
 
         format: str = "safetensors"
         """The format of checkpoints: "safetensors", or "dcp", which torchtitan's manager loads."""

@@ -138,10 +138,15 @@ def as_torch_save_planner(
     return _SavePlanner(Stages.of(pipeline), process_group)
 
 
-def _placed(process_group: Any, plan: SavePlan) -> SavePlan:
-    """Return a plan that knows its rank; without a process group there is one rank."""
+def _place_of(process_group: Any) -> Place:
+    """Return this rank's place; without a process group there is one rank."""
     group = process_group or world_group()
-    place = Place(0, 1) if group is None else Place(group.rank(), group.size())
+    return Place(0, 1) if group is None else Place(group.rank(), group.size())
+
+
+def _placed(process_group: Any, plan: SavePlan) -> SavePlan:
+    """Return a plan that knows its rank."""
+    place = _place_of(process_group)
     return attrs.evolve(plan, rank=place.rank, world_size=place.ranks)
 
 

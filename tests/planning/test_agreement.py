@@ -36,6 +36,10 @@ def test_a_plan_is_gathered_unless_all_ranks_have_the_same_one(offers, coordinat
     assert verdict.by_template == (tags is kinds[1])
     derived = "" not in tags and (len({*tags}) == 1 or 2 * len({*tags}) <= len(tags))
     assert verdict.how == ("cached" if cached else "derived" if derived else "gathered")
+    told = [tags[place] for place in verdict.describers]
+    assert sorted(told) == (
+        sorted({*tags}) if verdict.how == "derived" and len({*tags}) > 1 else []
+    )
     assert verdict.save_id == offers[coordinator].save_id
     same = all((a.target, a.passes) == (b.target, b.passes) for a, b in pairs)
     assert (verdict.conflict == "") == same

@@ -38,6 +38,7 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.columns.arrays import pack, unpack
+from shardplan.planning.frozen import from_json, to_json
 from shardplan.planning.testing.frames import framed
 from shardplan.planning.testing.strategies import (
     framings,
@@ -46,7 +47,6 @@ from shardplan.planning.testing.strategies import (
     state_dicts,
     values,
 )
-from shardplan.planning.tree import from_json, to_json
 
 NOTES = st.recursive(
     values() | st.sets(st.integers()),

@@ -51,7 +51,7 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.mesh import layout_key
+from shardplan.planning.mesh import JoinedPlans, derive_joined, describe, layout_key
 from shardplan.planning.tensors import kind_of, shard_finder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
@@ -816,3 +816,34 @@ def test_a_nested_state_dict_is_looked_up_by_its_flat_names():
     found = {i.index.fqn: find_object(flat, i.source) for i in local_plan(sd).items}
     assert found["model.w"] is sd["model"]["w"]
     assert found["groups.0.lr"] == 0.1
+
+
+def trained(rank, rows):
+    """Return what a rank of torchtitan's mesh holds: FSDP over two flattened axes, over TP."""
+    mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("pp", "dp_shard", "cp", "tp"))
+    dp_shard_cp = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+    experts = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("pp", "ep", "efsdp"))
+    layer = nn.Sequential(nn.Linear(3, rows), nn.LayerNorm(rows))
+    parallelize_module(layer[0], mesh["tp"], ColwiseParallel(), src_data_rank=None)
+    fully_shard(layer, mesh=dp_shard_cp)
+    stage = mesh.get_local_rank("pp")
+    moe = distribute_tensor(
+        torch.zeros(8, 5, 3), experts["ep", "efsdp"], [Shard(0), Shard(1)], src_data_rank=None
+    )
+    sd = {f"layers.{stage}.{name}": value for name, value in layer.named_parameters()}
+    return sd | {f"layers.{stage}.experts": moe, "rng": {f"rank_{rank}_of_16": torch.ones(4)}}
+
+
+@pytest.mark.parametrize("rows", [8, 13])
+def test_plans_on_flattened_sliced_and_expert_meshes_are_derived(rows):
+    plans, found = [], []
+    for rank in range(16):
+        with as_rank(rank, 16):
+            sd = trained(rank, rows)
+            plans.append(local_plan(sd))
+            found.append(describe(flatten(sd)[0], plans[-1], rank, range(16)))
+    tags = [description.tag for description in found]
+    assert len({*tags}) == 2  # one for each stage
+    parts = list(dict.fromkeys(tags))
+    world = JoinedPlans([found[tags.index(t)] for t in parts], [parts.index(t) for t in tags])
+    assert derive_joined(world) == global_plan(plans)

@@ -98,6 +98,35 @@ def test_an_unchanged_layout_exchanges_fingerprints_only_and_new_values_are_save
     assert torch.equal(saves.restored()["layers.3.w"], torch.full((4, 2), 8.0))
 
 
+def staged(rank, count=100):
+    """Return what a stage of four ranks holds, the state of single ranks among it."""
+    stage = rank // 4
+    sd = {f"layers.{2 * i + stage}.w": torch.full((4, 2), float(i)) for i in range(count)}
+    return sd | {"step": 7, "seed": shardplan.PerRank(torch.full((3,), float(rank)))}
+
+
+@pytest.mark.parametrize("planner", [None, cast("bfloat16")], ids=["no planner", "cast"])
+def test_of_each_stage_of_a_pipeline_one_description_travels(planner):
+    saves = Saves(f"stages-{planner}", world=8)
+    how, given = saves.save(staged, planner=planner)
+    assert how == "derived"
+    speakers = [n for n in given if n > 500]
+    assert len(speakers) == 2  # rank 0, which also answers, and the first of the second stage
+    assert max(speakers) < 8 * 2000  # 8 plans of 100 tensors take twice as much to gather alone
+    restored = saves.restored()
+    assert {f"layers.{i}.w" for i in range(200)} | {"step", "seed"} == restored.keys()
+    assert restored["seed"]["rank_5_of_8"].tolist() == [5, 5, 5]
+    assert saves.save(staged, planner=planner)[0] == "cached"
+
+
+def test_stages_that_hold_a_tensor_in_part_are_refused_with_their_ranks():
+    def torn(rank):
+        return {"w": torch.zeros(4 + rank // 4), f"stage.{rank // 4}": 1}
+
+    with pytest.raises(CheckpointError, match=r"`w` is not the same .*ranks 0-3: .*ranks 4-7"):
+        Saves("torn", world=8).save(torn)
+
+
 @pytest.mark.parametrize("how", ["derived", "cached"])
 def test_what_travels_for_a_plan_that_is_known_grows_as_the_number_of_ranks(how):
     def travels(world):

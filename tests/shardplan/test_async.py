@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan import _async as background
+from shardplan._line import Line
 from shardplan._snapshots import Buffers
 from shardplan.dist import CheckpointError, Failure, run_ranks, solo
 from shardplan.io.errors import ExistsError, ValueRefusedError
@@ -293,7 +294,12 @@ def test_a_call_that_was_interrupted_does_not_keep_the_next_one_from_saving(gate
 class Interrupter:
     """Raises KeyboardInterrupt at one of the bytecodes that a call executes on its own thread."""
 
-    FILES = (background.__file__, sys.modules[Buffers.__module__].__file__, threading.__file__)
+    FILES = (
+        background.__file__,
+        sys.modules[Line.__module__].__file__,
+        sys.modules[Buffers.__module__].__file__,
+        threading.__file__,
+    )
 
     def __init__(self, number):
         self.left = number

@@ -56,7 +56,9 @@ def answer(*arguments, code=0):
     """Run a command with --json, and return what it answers."""
     result = run(*arguments, "--json")
     assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    answered = json.loads(result.stdout)
+    assert answered.pop("schema") == 1
+    return answered
 
 
 def refusal(*arguments):

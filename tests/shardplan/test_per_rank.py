@@ -103,7 +103,7 @@ def test_the_second_save_uses_the_plan_of_the_first_and_compares_what_is_shared(
         options = {"comm": comm, "cache": caches[comm.rank], "overwrite": True}
         return shardplan.save(sd, tmp_path / "c", **options).how
 
-    assert run_ranks(3, lambda comm: fn(comm, 1)) == ["gathered"] * 3
+    assert run_ranks(3, lambda comm: fn(comm, 1)) == ["derived"] * 3
     assert run_ranks(3, lambda comm: fn(comm, 2)) == ["cached"] * 3
     assert [s["seed"].value for s in load_on(3, tmp_path / "c", lambda: {"seed": PerRank(0)})] == [
         [rank, 2] for rank in range(3)

@@ -170,8 +170,8 @@ def torch_plans(states, planner, monkeypatch):
     own = [shardplan.as_torch_save_planner(planner) for _ in states]
     local = []
     for rank, (one, state) in enumerate(zip(own, states, strict=True)):
-        place = planners._Place(rank, len(states))
-        monkeypatch.setattr(planners._Place, "of", lambda group, place=place: place)
+        place = planners.Place(rank, len(states))
+        monkeypatch.setattr(planners, "_place_of", lambda group, place=place: place)
         one.set_up_planner(state)
         local.append(one.create_local_plan())
     return [from_torch(plan) for plan in own[0].create_global_plan(local)[0]]
@@ -740,8 +740,8 @@ def test_torch_s_loader_runs_world_passes_over_all_plans(monkeypatch):
     own = [shardplan.as_torch_load_planner(planner) for _ in states]
     local = []
     for rank, (one, state) in enumerate(zip(own, states, strict=True)):
-        place = planners._Place(rank, 2)
-        monkeypatch.setattr(planners._Place, "of", lambda group, place=place: place)
+        place = planners.Place(rank, 2)
+        monkeypatch.setattr(planners, "_place_of", lambda group, place=place: place)
         one.set_up_planner(state, to_torch(metadata))
         local.append(one.create_local_plan())
     for rank, plan in enumerate(own[0].create_global_plan(local)):
@@ -755,7 +755,7 @@ name_of_holders = count_ranks
 
 
 def test_torch_s_planners_refuse_world_passes_where_ranks_plan_alone(monkeypatch):
-    monkeypatch.setattr(planners._Place, "of", lambda group: planners._Place(1, 4))
+    monkeypatch.setattr(planners, "_place_of", lambda group: planners.Place(1, 4))
     one = shardplan.as_torch_save_planner(spare_first)
     one.set_up_planner({"w": torch.ones(2)})
     with pytest.raises(ValueError, match="spare_first needs the plans of all 4 ranks"):
@@ -768,7 +768,7 @@ def test_torch_s_planners_refuse_world_passes_where_ranks_plan_alone(monkeypatch
 
 def test_torch_s_planners_name_the_process_group_where_ranks_are_not_those_of_the_job(monkeypatch):
     def local(rank, pipeline):
-        monkeypatch.setattr(planners._Place, "of", lambda group: planners._Place(rank, 4))
+        monkeypatch.setattr(planners, "_place_of", lambda group: planners.Place(rank, 4))
         one = shardplan.as_torch_save_planner(pipeline)
         one.set_up_planner({"w": torch.ones(2)})
         return one, one.create_local_plan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Final
@@ -9,15 +10,24 @@ from typing import Final
 import attrs
 import numpy as np
 
-from shardplan.planning.columns import column
-from shardplan.planning.geometry import Chunk
+from shardplan.planning import itemsize
+from shardplan.planning.columns import Ints, column
 from shardplan.planning.storage import save_id_of
 
 from ...checksums import Sums, hash_views
 from ...errors import FormatError
 from ...stores.base import MissingFileError, Store
 from ..base import Fault, read_bytes
-from ..headers import MAX_HEADER, Header, Slot, parse_header, read_header_text
+from ..headers import (
+    MAX_HEADER,
+    Header,
+    Kind,
+    Slot,
+    header_of,
+    parse_header,
+    read_header_text,
+    without_sums,
+)
 from .record import Manifest
 
 _PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
@@ -50,6 +60,21 @@ class Opened:
         return {name: at for at, name in enumerate(self.header.slots)}
 
 
+@attrs.frozen(eq=False)
+class Held:
+    """What is kept of a file's header: one row a chunk that is there as the manifest says."""
+
+    chunk: Ints  # its number among all chunks; ascending
+    begin: Ints  # where it begins in the file, in bytes
+    sums: Sums | None  # its checksum; None if the manifest has them
+
+    @classmethod
+    def of(cls, rows: Sequence[tuple[int, int, int]], sums: Sums | None) -> Held:
+        """Take numbers of chunks, where they begin, and which of the checksums are theirs."""
+        chunk, begin, position = column(sorted(rows), len(rows), 3).T
+        return cls(chunk, begin, None if sums is None else sums[position])
+
+
 class Expected:
     """What a manifest says of each file, to be compared with the file's header."""
 
@@ -66,41 +91,89 @@ class Expected:
         self._rows = np.argsort(manifest.place, kind="stable")  # the entries by their column
         numbers = np.arange(len(lengths) + 1)
         self._row_edges = np.searchsorted(manifest.place[self._rows], numbers).tolist()
-        self._boxes: dict[tuple[int, int], Chunk] = {}
+        self._kinds: dict[tuple[int, int, int], Kind] = {}
 
     def slots(self, number: int) -> Iterator[tuple[int, Slot]]:
         """Yield the chunks of one file: the number of each among all chunks, and what it is."""
-        start = self._manifest.start
+        for row, chunk in self._chunks(number):
+            yield int(self._manifest.start[row]) + chunk, self.slot(row, chunk)
+
+    def _chunks(self, number: int) -> list[tuple[int, int]]:
+        """Return the chunks of one file: entry, and number among the entry's."""
         here = slice(self._edges[number], self._edges[number + 1])
-        for place, chunk in zip(
-            self._place[here].tolist(), self._chunk[here].tolist(), strict=True
-        ):
-            for row in self._rows[self._row_edges[place] : self._row_edges[place + 1]].tolist():
-                yield int(start[row]) + chunk, self.slot(row, chunk)
+        pairs = zip(self._place[here].tolist(), self._chunk[here].tolist(), strict=True)
+        return [
+            (row, chunk)
+            for place, chunk in pairs
+            for row in self._rows[self._row_edges[place] : self._row_edges[place + 1]].tolist()
+        ]
 
     def slot(self, row: int, chunk: int) -> Slot:
         """Return one chunk of an entry; the manifest does not say where it begins."""
-        name = self._manifest.entries.names[row]
-        offsets: tuple[int, ...] = (0,)
-        dtype, sizes = self.shape(row, chunk)
-        if self._manifest.entries.layout[row] >= 0:
-            offsets = self._box(row, chunk).offsets
-        return Slot(name, dtype, sizes, offsets)
+        return Slot(self._manifest.entries.names[row], *self.kind(row, chunk))
 
-    def shape(self, row: int, chunk: int) -> tuple[str, tuple[int, ...]]:
-        """Return the dtype and the sizes of one chunk of an entry."""
+    def kind(self, row: int, chunk: int) -> Kind:
+        """Return what one chunk of an entry is; chunks that are alike share it."""
         entries = self._manifest.entries
-        if entries.layout[row] < 0:
-            return "uint8", (int(self._manifest.values[entries.names[row]][1]),)
-        return entries.props[entries.prop[row]].dtype, self._box(row, chunk).sizes
+        key = int(entries.layout[row]), int(entries.prop[row]), chunk
+        if key[0] < 0:
+            return "uint8", (int(self._manifest.values[entries.names[row]][1]),), (0,)
+        found = self._kinds.get(key)
+        if found is None:  # a thousand layers cut alike share one
+            box = entries.layouts[key[0]].tiling[chunk]
+            found = self._kinds[key] = (entries.props[key[1]].dtype, box.sizes, box.offsets)
+        return found
 
-    def _box(self, row: int, chunk: int) -> Chunk:
-        entries = self._manifest.entries
-        key = int(entries.layout[row]), chunk
-        box = self._boxes.get(key)
-        if box is None:  # a thousand layers cut alike share one
-            box = self._boxes[key] = entries.layouts[key[0]].tiling[chunk]
-        return box
+    def by_rule(self, store: Store, number: int) -> Held | None:
+        """Return what a file holds, and where, if it is as saves write it.
+
+        None if its header is not what follows from the manifest: then it must be read.
+        """
+        manifest = self._manifest
+        files, names, layout = manifest.files, manifest.entries.names, manifest.entries.layout
+        name, size, length = files.names[number], int(files.sizes[number]), files.headers[number]
+        chunks = self._chunks(number)
+        kinds = [self.kind(row, chunk) for row, chunk in chunks]
+        each = {kind: itemsize(kind[0]) for kind in set(kinds)}
+        width = [
+            0 if layout[row] < 0 else each[kind]
+            for (row, _), kind in zip(chunks, kinds, strict=True)
+        ]
+        order = sorted(range(len(kinds)), key=lambda n: (-width[n], names[chunks[n][0]]))
+        slots = [(names[chunks[n][0]], kinds[n]) for n in order]
+        summed = manifest.sums is None and number not in files.tables
+        header = header_of(name, slots, manifest.save_id, summed=summed)
+        if len(header) != length:
+            return None
+        data, sums = read_bytes(store, name, 0, len(header)), None
+        if hash_views([memoryview(data)]) != files.digests[number]:
+            return None
+        if summed:
+            data, sums = without_sums(data, len(slots))
+        elif manifest.sums is None:
+            sums, _ = self._table(store, number, len(slots))
+        ends = len(header) + np.cumsum([math.prod(kind[1]) * each[kind] for _, kind in slots])
+        fits = store.size(name) == size and (not len(ends) or int(ends[-1]) == size)
+        if data != header or not fits or (sums is None and manifest.sums is None):
+            return None
+        begins = [len(header), *ends.tolist()]
+        rows = [
+            (int(manifest.start[chunks[n][0]]) + chunks[n][1], begins[at], at)
+            for at, n in enumerate(order)
+        ]
+        return Held.of(rows, sums)
+
+    def held(self, number: int, opened: Opened) -> Held:
+        """Return what of a file, whose header was read, is there as the manifest says."""
+        assert opened.header is not None
+        there = {name: (at, slot) for at, (name, slot) in enumerate(opened.header.slots.items())}
+        pairs = [(at, *there.get(s.name, (0, None)), s) for at, s in self.slots(number)]
+        good = [
+            (at, slot.begin, position)
+            for at, position, slot, wanted in pairs
+            if slot is not None and slot.place == wanted.place
+        ]
+        return Held.of(good, opened.sums)
 
     def header_cost(self, number: int) -> int:
         """Return how many bytes of memory it takes to parse the header of a file."""

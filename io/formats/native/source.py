@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -21,10 +22,10 @@ from shardplan.planning.storage import save_id_of
 from ...checksums import XXH3, Sums
 from ...errors import FormatError, listed
 from ...pool import Pool, ProgressCallback, default_pool
-from ...stores.base import Store
+from ...stores.base import Store, StoreError
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source
-from .expected import Expected, size_fault
+from .expected import Expected, Held, size_fault
 from .manifest import decode_manifest, find_manifest, read_text
 from .record import MANIFEST, Manifest
 
@@ -90,21 +91,6 @@ class NativeFormat(Format):
         return save_id_of(file)
 
 
-@attrs.frozen(eq=False)
-class _Held:
-    """What is kept of a file's header: one row a chunk that is there as the manifest says.
-
-    Attributes:
-        chunk: Its number among all chunks; ascending.
-        begin: Where it begins in the file, in bytes.
-        sums: Its checksum; None if the manifest has them.
-    """
-
-    chunk: Ints
-    begin: Ints
-    sums: Sums | None
-
-
 class NativeSource(Source):
     """A checkpoint of ours. Of headers that were read, only places and checksums are kept."""
 
@@ -122,7 +108,7 @@ class NativeSource(Source):
         self.file_columns = FileColumns(manifest.places, manifest.place)
         self.store, self.files, self.text = store, manifest.files.names, text
         self._pool = pool or default_pool()
-        self._held: dict[int, _Held] = {}  # by number of the file
+        self._held: dict[int, Held] = {}  # by number of the file
 
     @property
     def file_sizes(self) -> Mapping[str, int]:
@@ -139,10 +125,10 @@ class NativeSource(Source):
         """Find chunks; see `Source.find_chunks`. Only the headers of their files are read."""
         found = self._find(chunks)
         begins = [int(held.begin[at]) for held, at in zip(found.held, found.at, strict=True)]
-        shapes = map(self._expected.shape, found.rows, found.numbers)
+        kinds = map(self._expected.kind, found.rows, found.numbers)
         return [
             ChunkPlace(file, begin, dtype, sizes)
-            for file, begin, (dtype, sizes) in zip(found.files, begins, shapes, strict=True)
+            for file, begin, (dtype, sizes, _) in zip(found.files, begins, kinds, strict=True)
         ]
 
     def sums_of(self, name: str) -> Sums:
@@ -153,8 +139,11 @@ class NativeSource(Source):
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each chunk; see `Source.chunk_sums`."""
         if self.manifest.sums is not None:
-            start, row_of = self.manifest.start, self.manifest.entries.row_of
-            return [int(self.manifest.sums[start[row_of[name]] + n]) for name, n in chunks]
+            row_of = self.manifest.entries.row_of
+            start = self.manifest.start[column([row_of[name] for name, _ in chunks])]
+            sums = self.manifest.sums[start + column([n for _, n in chunks])]
+            known: list[int | None] = sums.tolist()
+            return known
         found = self._find(chunks)
         return [
             int(held.sums[at])
@@ -229,21 +218,16 @@ class NativeSource(Source):
         )
         self._held.update(zip(new, found, strict=True))
 
-    def _header(self, number: int) -> _Held:
+    def _header(self, number: int) -> Held:
         """Return which chunks lie in a file as the manifest says, and where they begin."""
+        with suppress(StoreError, ValueError, ArithmeticError):  # which `open` explains
+            found = self._expected.by_rule(self.store, number)
+            if found is not None:
+                return found
         opened = self._expected.open(self.store, number)
         if opened.header is None or opened.faults:
             raise self._bad(number, opened.faults[0])
-        there = {name: (at, slot) for at, (name, slot) in enumerate(opened.header.slots.items())}
-        pairs = [(at, *there.get(s.name, (0, None)), s) for at, s in self._expected.slots(number)]
-        good = [
-            (at, slot.begin, position)
-            for at, position, slot, wanted in pairs
-            if slot is not None and slot.place == wanted.place
-        ]
-        rows = column(sorted(good), len(good), 3)
-        sums = None if opened.sums is None else opened.sums[rows[:, 2]]
-        return _Held(rows[:, 0], rows[:, 1], sums)
+        return self._expected.held(number, opened)
 
     def _bad(self, number: int, fault: Fault) -> FormatError:
         """Return the error of a file that is not the saved one, with what should lie in it."""
@@ -289,7 +273,7 @@ class _Found:
     rows: list[int]
     numbers: list[int]
     files: list[int]
-    held: list[_Held]
+    held: list[Held]
     at: list[int]
 
 

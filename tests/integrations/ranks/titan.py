@@ -112,7 +112,7 @@ elif what == "theirs-to-ours":
     assert our.facts()["lr"] == 0
     their.manager.close()
 elif what == "ours-to-theirs":
-    our = Run(config(format="dcp"), seed=0)
+    our = Run(config(format="dcp", background="process"), seed=0)
     our.advance()
     our.advance()
     assert our.manager.save(2)

@@ -270,7 +270,7 @@ def test_metadata_is_checked_not_trusted(monkeypatch):
     plans = world_plans({"w": TensorSpec((8,), "float32", [Shard(0)])}, Mesh(dp=4))
     short = axis_runs(6, [(4, 1)])  # as if a rank's rows had been forgotten
     monkeypatch.setattr(
-        "shardplan.planning.mesh.worlds.cached_axis_runs", lambda length, cuts: short
+        "shardplan.planning.mesh.layouts.cached_axis_runs", lambda length, cuts: short
     )
     with pytest.raises(PlanError, match="no saved chunk of `w` holds rows 6 to 8"):
         world_metadata(plans)
@@ -280,7 +280,7 @@ def test_metadata_whose_runs_overlap_is_refused(monkeypatch):
     plans = world_plans({"w": TensorSpec((8,), "float32", [Shard(0)])}, Mesh(dp=2))
     twice = attrs.evolve(axis_runs(8, [(2, 1)]), length=np.array([5, 4]))
     monkeypatch.setattr(
-        "shardplan.planning.mesh.worlds.cached_axis_runs", lambda length, cuts: twice
+        "shardplan.planning.mesh.layouts.cached_axis_runs", lambda length, cuts: twice
     )
     with pytest.raises(PlanError, match="`w`"):
         world_metadata(plans)

@@ -741,3 +741,16 @@ def test_sides_of_different_kinds_are_refused():
         plan_diff(plan, metadata)
     with pytest.raises(TypeError, match="a SavePlan with a LoadPlan"):
         plan_diff(plan, load_plan(metadata, plan))
+
+
+def test_large_replicas_count_for_the_ranks_that_write_their_parts():
+    specs = {"w": TensorSpec((2048, 4096), "float32", [Replicate()]), "b": TensorSpec((4,))}
+    world = world_plans({**specs, "step": 7}, Mesh(dp=4))
+    metadata = world_metadata(world)
+    assert len(metadata.entry("w").chunks) > 1
+    found, expected = writers_of(world, metadata), writers_of(*global_plan(world))
+    parts = [index for index in found if index.fqn == "w"]
+    assert {index: found[index] for index in parts} == {index: expected[index] for index in parts}
+    (whole,) = global_plan(world, [dedup_replicas()])[1].entry("b").chunks
+    assert found[MetadataIndex("b", whole.offsets)] == 0
+    assert explain(metadata, world, writers=found).files is not None
