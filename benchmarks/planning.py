@@ -84,7 +84,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.draw import svg
-from shardplan.planning.storage.write import file_numbers
+from shardplan.planning.storage import file_name, file_numbers
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent
@@ -301,7 +301,7 @@ def measure_derived(ranks: int, tensors: int) -> None:
     print(f"\neach of {ranks:,} ranks derives the plan of all for {len(specs):,} tensors")
     print(f"in {one:.2f} s and {peak_gib() - before:.2f} GiB")
     written = [_written(rank, plan) for rank, plan in enumerate(plans)]
-    chunks = sum(len(report.sums) for report in written)
+    chunks = sum(len(plan.items) for plan in plans)
     start = time.perf_counter()
     data = encode_manifest(assemble(metadata, plans, written, save_id="x"))
     commit = time.perf_counter() - start
@@ -311,9 +311,13 @@ def measure_derived(ranks: int, tensors: int) -> None:
 
 def _written(rank: int, plan: SavePlan) -> Written:
     """Report what a rank would have written."""
-    files = range(int(file_numbers(plan).max(initial=-1)) + 1)
-    made = tuple(WrittenFile(i, f"shard-{rank}-{i}", 1 << 30, 4096, 0) for i in files)
-    return Written(made, np.full(len(plan.items), rank, np.uint64), {})
+    file, header = file_numbers(plan), 4096
+    sizes = np.bincount(file, plan.items.nbytes).astype(np.int64) + header
+    made = [
+        WrittenFile(i, file_name(rank, i, len(sizes), "x"), size, header, rank)
+        for i, size in enumerate(sizes.tolist())
+    ]
+    return Written(tuple(made), {})
 
 
 def peak_gib() -> float:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
     )  # fmt: skip
+    from .places import Places, chunk_places
     from .ranges import (  # isort: skip
         SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, filled, lies_together,
         range_axis, steps, whole_blocks,
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
     from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
-        MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_numbers, number_shards, pack_files,
-        parse_size, refuse_split, save_id_of, shard_plans, shards_of, split_tensors, widest_first,
+        MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
+        numbers_of, pack_files, parse_size, refuse_split, save_id_of, shard_plans, shards_of,
+        split_tensors, table_name, widest_first,
         write_plan,
     )  # fmt: skip
 
@@ -63,6 +65,7 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
+        "places": "Places chunk_places",
         "ranges": (
             "SMALL ByteRanges Requests byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
@@ -83,9 +86,9 @@ __getattr__, __dir__ = door(
         "target": "Placements Seen Target Traits plan_target seen_through",
         "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
         "write": (
-            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
-            "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "
-            "write_plan"
+            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
+            "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "
+            "split_tensors table_name widest_first write_plan"
         ),
     },
 )

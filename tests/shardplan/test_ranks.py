@@ -972,7 +972,7 @@ def test_a_tensor_without_elements_is_saved_though_no_rank_has_a_part_of_it(tmp_
 
 
 def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.io.formats.native.manifest._EMPTY_SEATS", 10)
+    monkeypatch.setattr("shardplan.io.formats.native.nesting._EMPTY_SEATS", 10)
     shardplan.save({"good": torch.ones(2)}, tmp_path)
     sparse = {"layers": [torch.ones(2) for _ in range(100)]}
     with pytest.raises(FormatError, match=r"could not be opened: its lists would have 100 entries"):
