@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv format lint types test test-quick thorough integrations docs demo bench build clean
+.PHONY: help venv format lint types test test-quick thorough hold integrations docs demo bench build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,10 @@ thorough: $(STAMP) ## run the tests with many more random examples
 
 # An environment of their own: these packages are large, and pin what others need.
 FRAMEWORKS := torchtitan==0.3.0 lightning==2.6.6 accelerate==1.15.0 megatron-core==0.16.1 psutil
+
+hold: $(STAMP) ## kill 1,000 saves and conversions, damage 5,000 checkpoints
+	$(BIN)/python -P -W ignore tests/hold/kills.py 1000
+	$(BIN)/python -P -W ignore tests/hold/corruption.py 5000
 
 integrations: .venv-integrations/.installed ## test with torchtitan, Lightning, accelerate, Megatron-core
 	.venv-integrations/bin/pytest -q tests/integrations
