@@ -75,6 +75,7 @@ bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/formats.py
 	$(BIN)/python -P benchmarks/ranks.py
 	$(BIN)/python -P benchmarks/async.py
+	$(BIN)/python -P benchmarks/transfer.py
 	$(BIN)/python -P benchmarks/cli.py
 
 build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)

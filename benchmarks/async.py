@@ -2,13 +2,14 @@
 
     python -P benchmarks/async.py --mib 512 --rounds 7 --folder /tmp
 
-Training is a loop of matrix products on all processors. Each way of saving has its turn in every
+Training is a Python thread that calls small operations one after the other, as one does that keeps
+an accelerator busy: it needs Python's lock and a processor. Each way of saving has its turn in each
 round, so that a machine that is now faster and now slower is so for all of them. A step that a save
 slows is compared with the steps just before it. Every way is used once before anything is measured:
 its processes are there, and its memory is touched.
 
 - *blocked*: milliseconds in the call, during which training stands still.
-- *slowdown*: median time of a step while the save is under way, per median time of one before it.
+- *slowdown*: mean time of a step while the save is under way, per mean time of one before it.
 - *save*: milliseconds until the checkpoint is there.
 """
 
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shardplan
 
-TENSORS, SIDE, ALONE = 32, 384, 50
+TENSORS, CALLS, ALONE = 32, 200, 1000
 
 
 def state_dict(mib):
@@ -67,17 +68,18 @@ class Training:
     """A loop of steps of equal work."""
 
     def __init__(self):
-        self.a, self.b = torch.rand(SIDE, SIDE), torch.rand(SIDE, SIDE)
+        self.a, self.b = torch.rand(64), torch.rand(64)
 
     def step(self):
-        self.a @ self.b
+        for _ in range(CALLS):
+            torch.add(self.a, self.b, out=self.a)
 
     def step_until(self, ended):
-        """Step until a condition holds, at least once; return the median time of a step."""
+        """Step until a condition holds, at least once; return the mean time of a step."""
         times = [self.timed_step()]
         while not ended(len(times)):
             times.append(self.timed_step())
-        return statistics.median(times)
+        return statistics.fmean(times)
 
     def timed_step(self):
         start = time.perf_counter()
@@ -140,6 +142,7 @@ def main():
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.INFO)
+    torch.set_num_threads(1)
     group_of_one()
     sd, training = state_dict(options.mib), Training()
     costs = {way: [] for way in WAYS}

@@ -13,12 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import numpy as np
-
-from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
-from shardplan.planning import Mesh, fsdp, llama3_405b, world_metadata, world_plans
-from shardplan.planning.columns.arrays import column
-from shardplan.planning.storage.write import file_name
+from shardplan.io.formats.native.manifest import MANIFEST, encode_manifest
+from shardplan.io.formats.native.write import Written, WrittenFile, assemble
+from shardplan.planning import Mesh, derive_plans, fsdp, llama3_405b, world_plans
+from shardplan.planning.storage import file_name
 
 RANKS = 512
 PROGRAM = Path(sys.executable).with_name("shardplan")
@@ -26,23 +24,14 @@ PROGRAM = Path(sys.executable).with_name("shardplan")
 
 def manifest(ranks=RANKS):
     """Assemble the manifest of a checkpoint that nobody saved."""
-    mesh = Mesh(dp=ranks)
-    metadata = world_metadata(world_plans(fsdp(llama3_405b(), mesh), mesh))
-    entries = metadata.state_dict_metadata
-    lengths = [len(layout.tiling) for layout in entries.layouts]
-    places = [column(np.arange(length)) for length in lengths]
-    chunks = sum(lengths[layout] for layout in entries.layout.tolist())
-    names = tuple(file_name(rank, 0, 1, "5f3a9c0d7e21") for rank in range(ranks))
-    header = 4096
-    sums = np.random.default_rng(0).integers(1 << 63, size=chunks, dtype=np.uint64)
-
-    def made(sizes):
-        files = FileTable(names, sizes, column([header] * ranks), (0,) * ranks)
-        return Manifest(
-            "5f3a9c0d7e21", metadata, files, tuple(places), entries.layout, sums, {}, 1.79e9
-        )
-
-    return made(column(made(column([1 << 40] * ranks)).file_bytes + header)), chunks
+    mesh, save_id, header = Mesh(dp=ranks), "5f3a9c0d7e21", 4096
+    plans, metadata = derive_plans(world_plans(fsdp(llama3_405b(), mesh), mesh))
+    written = []
+    for rank, plan in enumerate(plans):
+        name, size = file_name(rank, 0, 1, save_id), header + int(plan.items.nbytes.sum())
+        written.append(Written((WrittenFile(0, name, size, header, rank),), {}))
+    chunks = sum(len(plan.items) for plan in plans)
+    return assemble(metadata, plans, written, save_id=save_id, created=1.79e9), chunks
 
 
 def seconds(*arguments, program=PROGRAM):

@@ -1,6 +1,7 @@
 """Save and load speed, as ratios of what the disk and torch DCP do in the same run.
 
     python -P benchmarks/io.py --gib 2 --folder /tmp
+    python -P benchmarks/io.py --small 30000
 
 Both sides move the same bytes, with a warm page cache, several times in turn; the median counts.
 """
@@ -20,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 
 import shardplan
 import shardplan.planning
@@ -194,8 +196,50 @@ def measure_memory(gib, folder):
         print(f"{name:10} peak {memory.mib:4.0f} MiB beyond the state dict   wanted at most 256")
 
 
+def measure_small(count, folder, rounds):
+    """Move many tensors of 4 KiB, in turn with safetensors' own functions and with torch's.
+
+    Seconds, and seconds of processor time: that of both sides counts where a machine is busy.
+    """
+    memory = torch.randn(count, 32, 32)
+    sd = {f"layers.{number}.weight": memory[number].clone() for number in range(count)}
+    target, file = zeros(sd), folder / "theirs.safetensors"
+
+    def load_into():
+        for name, tensor in load_file(file).items():
+            target[name].copy_(tensor)
+
+    again = {"overwrite": True}
+    jobs = {
+        "safetensors save_file": lambda: save_file(sd, file),
+        "save": lambda: shardplan.save(sd, folder / "ours", **again),
+        "save, hf": lambda: shardplan.save(sd, folder / "hf", format="hf", **again),
+        "safetensors load_file": lambda: load_file(file),
+        "safetensors load_file, copy": load_into,
+        "load": lambda: shardplan.load(target, folder / "ours"),
+        "load, hf": lambda: shardplan.load(target, folder / "hf"),
+        "convert to hf": lambda: shardplan.convert(
+            folder / "ours", folder / "converted", format="hf", **again
+        ),
+        "torch.save": lambda: torch.save(sd, folder / "theirs.pt"),
+        "save, torch": lambda: shardplan.save(sd, folder / "ours.pt", format="torch", **again),
+        "torch.load": lambda: torch.load(folder / "theirs.pt", weights_only=True),
+        "load, torch": lambda: shardplan.load(target, folder / "ours.pt"),
+    }
+    times = {name: [] for name in jobs}
+    for _ in range(rounds + 1):
+        for name, job in jobs.items():
+            wall, own = time.perf_counter(), time.process_time()
+            job()
+            times[name].append((time.perf_counter() - wall, time.process_time() - own))
+    for name, each in times.items():  # the first round warms up
+        wall, own = (statistics.median(column) for column in zip(*each[1:], strict=True))
+        print(f"{name:28} {wall:7.2f} s {own:7.2f} s of a processor")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", type=int, help="only measure so many tensors of 4 KiB")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
@@ -206,6 +250,9 @@ def main():
         folder = Path(name)
         if args.memory:
             measure_memory(args.gib, folder)
+            return
+        if args.small:
+            measure_small(args.small, folder, args.rounds)
             return
         sd = state_dict(args.gib)
         saves = measure_saves(sd, folder, args.rounds)

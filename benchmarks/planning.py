@@ -36,13 +36,17 @@ from shardplan.io.formats.native.manifest import encode_manifest
 from shardplan.io.formats.native.write import Written, WrittenFile, assemble
 from shardplan.planning import (
     LLAMA_TP,
+    DerivedPlans,
     Mesh,
+    Metadata,
     Replicate,
     SavePlan,
     Shard,
     TensorSpec,
+    WorldPlans,
     adam,
     annotate,
+    balance,
     cast,
     chain,
     concat,
@@ -53,15 +57,19 @@ from shardplan.planning import (
     drop,
     encode_metadata,
     encode_plan,
+    explain,
     fingerprint,
     fsdp_tp,
     global_plan,
+    hsdp,
+    llama3_8b,
     llama3_405b,
     load_plan,
     local_plan,
     pad,
     partition,
     permute,
+    pipeline,
     rename,
     reshape,
     select,
@@ -72,10 +80,11 @@ from shardplan.planning import (
     stack,
     trim,
     unstack,
+    world_metadata,
     world_plans,
 )
 from shardplan.planning.draw import svg
-from shardplan.planning.storage.write import file_numbers
+from shardplan.planning.storage import file_name, file_numbers
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent
@@ -251,6 +260,7 @@ def compare_passes(ranks: int, tensors: int) -> None:
             "split_chunks": split_chunks(1 << 20),
             "split_replicas": split_replicas(1 << 10),
             "dedup_replicas": dedup_replicas(),
+            "balance": balance(),
             "split": split("*.weight", ["*.upper", "*.lower"]),
             "concat": concat(["layers.0.weight", "layers.4.weight"], "both"),
             "unstack, then stack": chain(
@@ -291,7 +301,7 @@ def measure_derived(ranks: int, tensors: int) -> None:
     print(f"\neach of {ranks:,} ranks derives the plan of all for {len(specs):,} tensors")
     print(f"in {one:.2f} s and {peak_gib() - before:.2f} GiB")
     written = [_written(rank, plan) for rank, plan in enumerate(plans)]
-    chunks = sum(len(report.sums) for report in written)
+    chunks = sum(len(plan.items) for plan in plans)
     start = time.perf_counter()
     data = encode_manifest(assemble(metadata, plans, written, save_id="x"))
     commit = time.perf_counter() - start
@@ -301,14 +311,81 @@ def measure_derived(ranks: int, tensors: int) -> None:
 
 def _written(rank: int, plan: SavePlan) -> Written:
     """Report what a rank would have written."""
-    files = range(int(file_numbers(plan).max(initial=-1)) + 1)
-    made = tuple(WrittenFile(i, f"shard-{rank}-{i}", 1 << 30, 4096, 0) for i in files)
-    return Written(made, np.full(len(plan.items), rank, np.uint64), {})
+    file, header = file_numbers(plan), 4096
+    sizes = np.bincount(file, plan.items.nbytes).astype(np.int64) + header
+    made = [
+        WrittenFile(i, file_name(rank, i, len(sizes), "x"), size, header, rank)
+        for i, size in enumerate(sizes.tolist())
+    ]
+    return Written(tuple(made), {})
 
 
 def peak_gib() -> float:
     """Return the most memory that this process had so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def presets(ranks: int) -> dict[str, tuple[Mesh, Specs]]:
+    """Return ways to place Llama 3 with Adam on so many ranks."""
+    copies = max(ranks // 64, 2)
+    ddp, pp = Mesh(r=ranks), Mesh(pp=4, dp=ranks // 4)
+    sharded = Mesh(dp_replicate=copies, dp_shard=ranks // copies)
+    crossed = Mesh(dp=ranks // 8, tp=8)
+    return {
+        "8B, DDP": (ddp, adam(llama3_8b())),
+        "8B, HSDP": (sharded, adam(hsdp(llama3_8b(), sharded))),
+        "8B, pipeline": (pp, adam(pipeline(llama3_8b(), pp))),
+        "405B, FSDP x TP": (crossed, adam(fsdp_tp(llama3_405b(), crossed, LLAMA_TP))),
+    }
+
+
+def measure_balance(largest: int) -> None:
+    """How even the bytes per rank are by default, and with whole tensors."""
+    rows = []
+    ranks = 8
+    while ranks <= largest:
+        for name, (mesh, specs) in presets(ranks).items():
+            cost, (plans, _) = seconds(lambda m=mesh, s=specs: _derive(world_plans(s, m)))
+            load = np.array([plan.nbytes for plan in plans])
+            # A stage of a pipeline writes what it alone holds.
+            need = load.reshape(4 if "pp" in mesh.names else 1, -1).mean(axis=1).max()
+            figures = (f"{load.max() / load.mean():.2f}", f"{load.max() / need:.2f}")
+            rows.append((f"{ranks:,}", name, *figures, f"{cost:.2f} s"))
+        ranks = ranks * 8 if ranks < 64 else ranks * 4
+    print("\nbytes per rank by default; `need` is the mean of the heaviest stage")
+    print(table(("ranks", "model", "max / mean", "max / need", "derived in"), rows))
+
+
+def _derive(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
+    derived, metadata = derive_plans(plans)
+    derived[0]  # of which all ranks have to know who writes what
+    return derived, metadata
+
+
+def measure_large() -> None:
+    """Plans of one rank that has millions of reads, and the reshard of a whole job."""
+    mesh, specs = presets(16384)["405B, FSDP x TP"]
+    metadata = world_metadata(world_plans(specs, mesh))
+    one = local_plan({name: TensorSpec(spec.shape, spec.dtype) for name, spec in specs.items()})
+    flat = {name: spec for name, spec in adam(llama3_405b()).items() if spec.shape}
+    rows, columns = (
+        {k: attrs.evolve(s, placements=[Shard(axis % len(s.shape))]) for k, s in flat.items()}
+        for axis in (0, -1)
+    )
+    by_rows = world_metadata(world_plans(rows, Mesh(dp=16384)))
+    wanted = world_plans(columns, Mesh(dp=12288))
+    before, out = peak_gib(), []
+    for name, work in {
+        "one rank restores 405B from 16,384 ranks": lambda: load_plan(metadata, one),
+        "one of 12,288 ranks, rows to columns": lambda: load_plan(by_rows, wanted[3]),
+        "explain 16,384 rows to 12,288 columns": lambda: explain(by_rows, wanted),
+    }.items():
+        cost, made = seconds(work)
+        reads = made.totals.requests if hasattr(made, "totals") else len(made.items)
+        memory = f"{(peak_gib() - before) * 1024:.0f} MiB"
+        out.append((name, f"{reads:,}", f"{cost:.3f} s", memory))
+    print("\nlarge plans")
+    print(table(("work", "reads", "time", "memory"), out))
 
 
 def growth(tensors: int, largest: int) -> None:
@@ -383,6 +460,8 @@ def main() -> None:
     )
     parser.add_argument("--point", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--derive", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--balance", type=int, help="only how even saves are, up to so many ranks")
+    parser.add_argument("--large", action="store_true", help="only plans with millions of reads")
     options = parser.parse_args()
     if options.point:
         measure_growth(options.point, options.tensors)
@@ -390,10 +469,18 @@ def main() -> None:
     if options.derive:
         measure_derived(options.derive, options.tensors)
         return
+    if options.balance:
+        measure_balance(options.balance)
+        return
+    if options.large:
+        measure_large()
+        return
     print(f"torch {torch.__version__}, numpy {np.__version__}, Python {sys.version.split()[0]}")
     growth(options.tensors, options.largest)
     command = [sys.executable, "-P", __file__, "--derive", "16384", "--tensors", "3400"]
     subprocess.run(command, check=True)
+    subprocess.run([sys.executable, "-P", __file__, "--large"], check=True)
+    measure_balance(options.largest)
     compare_axes()
     compare_passes(options.ranks, options.tensors)
     compare(options.ranks, options.tensors)

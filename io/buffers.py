@@ -60,9 +60,9 @@ def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
             yield view[start : start + max_bytes]
 
 
-def placed(views: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+def placed(views: Iterable[memoryview], start: int = 0) -> Iterator[tuple[int, memoryview]]:
     """Pair each view with its offset in the file, where one follows another."""
-    offset = 0
+    offset = start
     for view in views:
         yield offset, view
         offset += view.nbytes

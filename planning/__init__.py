@@ -50,9 +50,9 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .matching import whole_names
     from .mesh import (
         LLAMA_TP, DerivedPlans, Mesh, Only, Replicate, Rule, Shard, SpecLayout, StridedShard,
-        TensorSpec, WorldPlans, adam, derive_plans, expert_parallel, fsdp, fsdp_tp, hsdp, llama,
-        llama3_8b, llama3_405b, local_chunks, pipeline, tensor_parallel, world_metadata,
-        world_plans,
+        TensorSpec, WorldPlans, adam, deepseek, deepseek_v3, derive_plans, expert_parallel, fsdp,
+        fsdp_tp, hsdp, kimi_k2, llama, llama3_8b, llama3_405b, local_chunks, pipeline, qwen3_235b,
+        qwen3_moe, tensor_parallel, world_metadata, world_plans,
     )  # fmt: skip
     from .metadata import Entries, Layout, metadata_of
     from .nodes import is_node, register_node, saved_nodes
@@ -111,9 +111,9 @@ __getattr__, __dir__ = door(
         "matching": "whole_names",
         "mesh": (
             "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
-            "TensorSpec WorldPlans adam derive_plans expert_parallel fsdp fsdp_tp hsdp llama "
-            "llama3_405b llama3_8b local_chunks pipeline tensor_parallel world_metadata "
-            "world_plans"
+            "TensorSpec WorldPlans adam deepseek deepseek_v3 derive_plans expert_parallel fsdp "
+            "fsdp_tp hsdp kimi_k2 llama llama3_405b llama3_8b local_chunks pipeline qwen3_235b "
+            "qwen3_moe tensor_parallel world_metadata world_plans"
         ),
         "metadata": "Entries Layout metadata_of",
         "nodes": "is_node register_node saved_nodes",
@@ -163,16 +163,16 @@ __all__ = [
     "TensorWriteData", "Tiling", "Transfer", "Why", "WorldPlans", "WriteItem", "WriteItemType",
     "Writers", "adam", "annotate", "assert_all_saved", "assert_read_once", "assert_written_once",
     "balance", "byte_ranges", "cast", "chain", "check", "coalesce", "concat", "decode_metadata",
-    "decode_plan", "decode_plans", "dedup_replicas", "dequantize", "derive_plans", "draw_bytes",
-    "draw_reshard",
+    "decode_plan", "decode_plans", "dedup_replicas", "deepseek", "deepseek_v3", "dequantize",
+    "derive_plans", "draw_bytes", "draw_reshard",
     "draw_tiling", "draw_traffic", "drop", "dtype_name", "encode_metadata", "encode_plan",
     "expert_parallel", "explain", "fills", "find_issues", "find_object", "find_shard",
     "fingerprint", "flatten", "freeze", "fsdp", "fsdp_tp", "gaps", "global_load_plan",
-    "global_plan", "hsdp", "inverse", "is_exact_cast", "itemsize", "llama", "llama3_405b",
-    "llama3_8b", "load_plan", "local_chunks", "local_plan", "metadata_of", "named_chain",
-    "on_ranks", "overlap", "pad", "partition", "permute", "pipeline", "plan_diff", "read_on",
-    "register_node", "rename", "reshape", "resolve_overlaps", "select", "share_reads", "show",
-    "split", "split_chunks", "split_reads", "split_replicas", "stack", "tensor_parallel", "tile",
-    "traffic_matrix", "trim", "unflatten", "unstack", "where", "why", "world_metadata",
-    "world_pass", "world_plans", "writers_of",
+    "global_plan", "hsdp", "inverse", "is_exact_cast", "itemsize", "kimi_k2", "llama",
+    "llama3_405b", "llama3_8b", "load_plan", "local_chunks", "local_plan", "metadata_of",
+    "named_chain", "on_ranks", "overlap", "pad", "partition", "permute", "pipeline", "plan_diff",
+    "read_on", "qwen3_235b", "qwen3_moe", "register_node", "rename", "reshape",
+    "resolve_overlaps", "select", "share_reads", "show", "split", "split_chunks", "split_reads",
+    "split_replicas", "stack", "tensor_parallel", "tile", "traffic_matrix", "trim", "unflatten",
+    "unstack", "where", "why", "world_metadata", "world_pass", "world_plans", "writers_of",
 ]  # fmt: skip

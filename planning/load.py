@@ -100,8 +100,7 @@ def load_plan(
     width = max(items.offsets.shape[1], max((len(x.size) for x in entries.layouts), default=0))
     boxes = [readonly(pad(c[wanted], width, v)) for c, v in ((items.offsets, 0), (items.sizes, 1))]
     tilings = [x.tiling for x in entries.layouts]
-    found = _by_rule(tilings, layout, boxes) if items.frame is None else None
-    pieces = found or overlap_many(tilings, layout, *boxes)
+    pieces = _overlapped(tilings, layout, boxes, items.frame is None)
     unlike = list(dict.fromkeys(moved.values()))
     refused = {issue.fqn for issue in unlike}
     notes = [note for note in match.notes if note.fqn not in refused]
@@ -374,11 +373,15 @@ def _damage(entries: Entries, entry: Ints) -> list[Issue]:
     return issues
 
 
-def _by_rule(tilings: Sequence[Tiling], which: Ints, boxes: Sequence[Ints]) -> GridOverlap | None:
-    """Return the overlap of boxes with grids by rule, if there is one and it has many pieces."""
+def _overlapped(
+    tilings: Sequence[Tiling], which: Ints, boxes: Sequence[Ints], by_rule: bool
+) -> Overlap | GridOverlap:
+    """Return where boxes overlap saved chunks: by rule if they are grids and there is much."""
     grids = [isinstance(tilings[n], Grid) for n in distinct(which).tolist()]
     met = meet_grids(tilings, which, *boxes) if grids and all(grids) else None
-    return met if met is not None and met.count.sum() > _MANY else None
+    if met is None:
+        return overlap_many(tilings, which, *boxes)
+    return met if by_rule and met.count.sum() > _MANY else met.pieces()
 
 
 def _uncovered(

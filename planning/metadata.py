@@ -77,8 +77,11 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
         props: dict[TensorProperties, int] = {}
         layouts: dict[tuple[tuple[int, ...], tuple[int, ...], bytes], int] = {}
         distinct: list[Layout] = []
-        rows = []
+        rows, seen = [], dict[int, tuple[int, int]]()  # many names may share one record
         for name, entry in entries.items():
+            if id(entry) in seen:
+                rows.append(seen[id(entry)])
+                continue
             if not isinstance(entry, (TensorMetadata, BytesMetadata)):
                 raise TypeError(f"`{name}`: expected tensor or bytes metadata, not {entry!r}")
             if isinstance(entry, BytesMetadata):
@@ -89,7 +92,8 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
             number = layouts.setdefault(key, len(distinct))
             if number == len(distinct):
                 distinct.append(Layout(entry.size, entry.chunks))
-            rows.append((props.setdefault(entry.properties, len(props)), number))
+            seen[id(entry)] = props.setdefault(entry.properties, len(props)), number
+            rows.append(seen[id(entry)])
         columns = column(rows, len(rows), 2)
         return cls(tuple(entries), tuple(props), columns[:, 0], tuple(distinct), columns[:, 1])
 
@@ -100,10 +104,18 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
 
     def record(self, row: int) -> TensorMetadata | BytesMetadata:
         """Return the record of one row."""
-        if self.layout[row] < 0:
+        key = int(self.prop[row]), int(self.layout[row])
+        if key[1] < 0:
             return BytesMetadata()
-        layout = self.layouts[self.layout[row]]
-        return TensorMetadata(self.props[self.prop[row]], layout.size, layout.tiling)
+        if key not in self._records:
+            layout = self.layouts[key[1]]
+            self._records[key] = TensorMetadata(self.props[key[0]], layout.size, layout.tiling)
+        return self._records[key]
+
+    @cached_property
+    def _records(self) -> dict[tuple[int, int], TensorMetadata]:
+        """The records that were made, by properties and layout."""
+        return {}
 
     def __getitem__(self, name: str) -> TensorMetadata | BytesMetadata:
         row = self.row_of.get(name)

@@ -217,14 +217,12 @@ class _Copy:
     def finished(self, future: SaveFuture, *, check: bool) -> _Copy:
         """Return a copy with all elements; ``check`` refuses tensors that changed meanwhile."""
         try:
-            if self.snapshot is not None:
-                self.snapshot.finish()
-            changed = self.snapshot.changed() if check and self.snapshot is not None else []
+            changed = [] if self.snapshot is None else self.snapshot.finish()
         except Exception as error:
             return attrs.evolve(self, error=error)
         finally:
             future.staged.set_result(None)
-        return attrs.evolve(self, error=_torn(changed)) if changed else self
+        return attrs.evolve(self, error=_torn(changed)) if changed and check else self
 
     def opened(self) -> Target:
         """Return the target, or raise the error."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+import zlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import attrs
 
@@ -45,6 +46,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.passes import Reading, Stages
 from shardplan.planning.storage import (
+    SMALL_BYTES,
     Need,
     SharedReads,
     Wants,
@@ -78,6 +80,10 @@ if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
     from ._arrivals import LoadFuture
+
+
+SENT_FROM: Final = 16
+"""How many ranks have one of them read what describes a checkpoint, and send it to the others."""
 
 
 @attrs.frozen(eq=False)
@@ -232,6 +238,9 @@ def plan_together(call: LoadCall) -> PlannedLoad:
             opened, target = _run_passes(call)
             offer = partial(_offer, call, opened, target)
             done = take_step(comm, "plan", offer, verdict, each=True)
+        elif comm.world_size >= SENT_FROM:
+            offer = partial(_offer, call, _open_on_one(call))
+            done = take_step(comm, "plan", offer, verdict, each=True)
         else:
             done = take_step(comm, "plan", partial(_offer, call, wait=True), verdict, each=True)
             if done.reply is None:  # it may be a file that one rank reads for all
@@ -268,22 +277,35 @@ def _run_passes(call: LoadCall) -> tuple[Opened, LoadTarget]:
 
 
 def _open_on_one(call: LoadCall) -> Opened | None:
-    """Open a file of `torch.save` on the coordinator, which sends the others what it holds.
+    """Open a checkpoint on the coordinator, which sends the others what they need for that.
 
-    None means that it is of another format, for every rank to open.
+    For a file of `torch.save`, that is what it holds; for many ranks, what they would read. None
+    means that every rank opens it by itself.
     """
-    done = take_step(call.comm, "open", lambda: Turn(None, None), lambda nothing: _open_file(call))
+    done = take_step(call.comm, "open", lambda: Turn(None, None), lambda nothing: _open_first(call))
     if done.reply is None or done.whole is not None:
         return done.whole
+    if "text" in done.reply:
+        with call.watch.phase("open"), naming_place(call.path):
+            text = zlib.decompress(done.reply["text"])
+            found = find_format(done.reply["format"]).open_text(call.located[0], text, call.pool)
+            reader = Reader(read_as(found, call.reading), call.pool)
+        return Opened(reader.metadata, reader)
     metadata = decode_metadata(done.reply["metadata"])
     return Opened(metadata, None, decode_values(done.reply["values"]))
 
 
-def _open_file(call: LoadCall) -> Turn[Opened | None]:
-    """Open a file of `torch.save`; send what it holds, except for the tensors."""
+def _open_first(call: LoadCall) -> Turn[Opened | None]:
+    """Open a checkpoint for all ranks; send what it holds, or the text that describes it."""
     store, name = call.located
     if not name or not find_format(call.format or detect(store, name)).is_file:
-        return Turn(None, None)
+        if call.comm.world_size < SENT_FROM:
+            return Turn(None, None)
+        reader = open_reader(call)
+        source = reader.source.stored
+        text = None if source.text is None else zlib.compress(source.text, 1)
+        described = None if text is None else {"format": source.format, "text": text}
+        return Turn(Opened(reader.metadata, reader), described)
     reader = open_reader(call)
     entries = reader.metadata.state_dict_metadata
     names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
@@ -312,7 +334,8 @@ def _offer(
         planned = _plan_reads(call, opened, target)
         metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
         cut = split_reads(metadata, blocks, max_gap=gap)((planned.plan,))[0].items
-        wants = wants_of(cut, metadata, call.comm.world_size, block_bytes=blocks)
+        small = {"block_bytes": blocks, "small_bytes": max(gap, SMALL_BYTES)}
+        wants = wants_of(cut, metadata, call.comm.world_size, **small)
         need = need_of(
             planned.plan,
             wants,

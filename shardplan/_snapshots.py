@@ -69,16 +69,18 @@ class Snapshot:
     """A copy of a state dict; until `finish` returns, the elements of its tensors are undefined."""
 
     sd: Mapping[Any, Any]
-    _moves: Sequence[_Move]
+    _moves: list[_Move]
 
-    def finish(self) -> None:
-        """Copy what is not copied yet."""
+    def finish(self) -> list[str]:
+        """Copy what is not copied yet, and let go of the originals, which may be temporary.
+
+        Returns the names of tensors that changed since the copy began, as far as torch counts that.
+        """
         for move in self._moves:
             move.finish()
-
-    def changed(self) -> list[str]:
-        """Name the tensors that were changed since the copy began, as far as torch counts that."""
-        return [move.name for move in self._moves if move.version != _version(move.source)]
+        changed = [move.name for move in self._moves if move.version != _version(move.source)]
+        self._moves.clear()
+        return changed
 
 
 @attrs.frozen(eq=False)

@@ -243,7 +243,7 @@ def _plan_all(
     own = dict(zip(givers, given, strict=True))
     metadata, replies = encode_metadata(plan.metadata), []
     for rank in range(comm.world_size):
-        mine = plan.plans[rank] if rank < len(plan.plans) else LoadPlan([])
+        mine = plan.part(rank) if rank < plan.ranks else LoadPlan([])
         parts = {"plan": encode_plan(mine), "metadata": metadata}
         if rank in own:
             parts["given"] = encode_plan(attrs.evolve(own[rank], held=None, left_out=None))

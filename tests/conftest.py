@@ -1,5 +1,6 @@
 """Hypothesis profiles, quick by default, and a real S3 endpoint on loopback."""
 
+import json
 import logging
 import os
 import threading
@@ -89,3 +90,53 @@ def s3(s3_server):
     s3_server.requests.clear()
     yield s3_server
     s3_server.refuse = None
+
+
+def old_manifest(folder, version=2):
+    """Return the manifest of a checkpoint as versions 1 and 2 wrote it: by lists alone."""
+    from shardplan.io.formats import open_source
+    from shardplan.io.formats.native.manifest import sign
+    from shardplan.planning import to_json
+
+    source = open_source(folder)
+    body = json.loads((folder / "shardplan.json").read_text())
+    files, entries = source.manifest.files, source.manifest.entries
+    layouts = [
+        {"size": list(layout.size), "offsets": t.offsets.tolist(), "sizes": t.sizes.tolist()}
+        if "cuts" not in new
+        else {"size": list(layout.size), "cuts": [c.tolist() for c in t.cuts]}
+        for new, layout in zip(body["layouts"], entries.layouts, strict=True)
+        for t in (layout.tiling,)
+    ]
+    tensors = entries.layout >= 0
+    old = body | {
+        "files": {
+            "names": list(files.names),
+            "sizes": files.sizes.tolist(),
+            "headers": files.headers.tolist(),
+            "xxh3_64": [f"{digest:016x}" for digest in files.digests],
+        },
+        "layouts": layouts,
+        "places": [place.tolist() for place in source.manifest.places],
+        "tensors": {
+            "names": body["tensors"]["names"],
+            "properties": entries.prop[tensors].tolist(),
+            "layouts": entries.layout[tensors].tolist(),
+            "places": source.manifest.place[tensors].tolist(),
+        },
+        "planner_data": to_json(source.metadata.planner_data, ""),
+        "sums": "".join(f"{int(x):016x}" for name in entries for x in source.sums_of(name)),
+    }
+    rest = {k: v for k, v in old.items() if k not in ("format", "version", "xxh3_64")}
+    return sign(json.dumps(rest, separators=(",", ":")).encode()[1:], version)
+
+
+@pytest.fixture
+def as_old():
+    """Give a function that rewrites the manifest of a checkpoint in version 2."""
+
+    def rewrite(folder):
+        (folder / "shardplan.json").write_bytes(old_manifest(folder))
+        return folder
+
+    return rewrite

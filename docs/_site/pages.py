@@ -21,9 +21,7 @@ FIRST: Final = (
     *("save", "load", "restore", "async_save", "Checkpoints", "Keep", "PerRank", "open_checkpoint"),
     *("transfer", "convert", "verify", "diff", "content_hash", "latest", "prune", "explore"),
 )
-DIST: Final = (
-    *("torch_comm", "solo", "run_ranks", "Comm", "CheckpointError", "Failure", "LostRanksError"),
-)
+DIST: Final = (*("torch_comm", "solo", "run_ranks", "Comm", "Failure", "LostRanksError"),)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -95,15 +95,19 @@ def write_all(
     files: Mapping[str, F],
     write: Callable[[F], R],
     nbytes: int | Callable[[F], int],
+    also: Iterable[str] = (),
 ) -> list[R]:
-    """Write files, given what describes each by name; if one fails, none is left."""
+    """Write files, given what describes each by name; if one fails, none is left.
+
+    ``also`` names what ``write`` makes besides.
+    """
     try:
         written = job.pool.map(write, files.values(), nbytes=nbytes)
         job.store.sync()  # another process may commit, and cannot sync what it did not write
         return written
     except BaseException:
         with suppress(Exception):
-            job.store.delete(files)
+            job.store.delete([*files, *also])
         raise
 
 

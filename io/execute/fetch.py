@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import closing
+from typing import Final
 
 import attrs
 import numpy as np
@@ -20,6 +21,7 @@ from shardplan.planning.storage import (
     ChunkPlaces,
     FetchPlan,
     Requested,
+    group_blocks,
 )
 
 from ..checksums import BlockSums
@@ -32,6 +34,9 @@ from ..windows import Window
 
 __all__ = ["Chunks", "Dests", "Fetch", "chunks_of", "places_of", "stopped_error"]
 
+_SMALLEST: Final = 1 << 14  # bytes of a block that is copied rather than read by itself
+_BUFFER: Final = 1 << 20  # bytes that are read to be copied, while they are in the cache
+_MANY: Final = 8  # blocks for each read, from which on that pays
 Range = tuple[int, memoryview]
 Views = list[memoryview]
 
@@ -115,6 +120,8 @@ class Fetch:
         self._turn = threading.Semaphore(max(turns, 1))
         columns = (plan.blocks.box, plan.into, plan.nbytes)
         self._places = np.stack(columns, axis=1)  # one row a block
+        alone = np.bincount(plan.unit, minlength=len(plan.blocks))[plan.unit] == 1
+        self._small = alone & (plan.nbytes <= _SMALLEST) & (not plan.access.is_far)
         self.digests = np.zeros(len(plan.blocks), np.uint64)
         self.begun = np.zeros(len(plan.blocks), bool)
         self.done = np.zeros(len(plan.blocks), bool)
@@ -204,6 +211,11 @@ class Fetch:
         """Read many blocks at once; then deliver and hash each of them."""
         plan = self._plan
         plain, mapped = plan.plain[task], plan.mapped[task]
+        small = plain & ~mapped & self._small[task]
+        runs = group_blocks(plan.start[task[small]], plan.nbytes[task[small]], max_bytes=_BUFFER)
+        if len(runs) * _MANY <= int(small.sum()):
+            self._copy_small(file, task[small], runs)
+            plain, mapped, task = plain[~small], mapped[~small], task[~small]
         staged = [_Staged.of(plan, self._dests, block) for block in task[~plain & ~mapped].tolist()]
         views: list[Views] = [[view] for view in self._own_memory(task[plain])]
         views += [block.views for block in staged]
@@ -216,6 +228,22 @@ class Fetch:
         for block in staged:
             block.deliver()
         self._hash(blocks, views)
+
+    def _copy_small(self, file: str, blocks: Ints, runs: Sequence[tuple[int, int]]) -> None:
+        """Read runs of small blocks into a buffer; hash each, and copy it to where it belongs."""
+        plan, digest = self._plan, self._source.checksum.of
+        for low, high in runs:
+            own = blocks[low:high]
+            hashed = bool(plan.hashed[plan.blocks.box[own]].any())
+            buffer = memoryview(bytearray(int(plan.nbytes[own].sum())))
+            self._count(1, self._store.read(file, [(int(plan.start[own[0]]), buffer)]))
+            at, digests = 0, list[int]()
+            for view in self._own_memory(own):
+                piece = buffer[at : at + len(view)]
+                view[:] = piece
+                at += len(view)
+                digests.append(digest([piece]) if hashed else 0)
+            self.digests[plan.unit[own]] = digests
 
     def _copy_mapped(self, file: str, blocks: Ints) -> None:
         """Bring blocks to where they belong, out of the file's own pages."""
@@ -245,7 +273,7 @@ class Fetch:
     def _own_memory(self, blocks: Ints) -> Views:
         """Return the tensors' own memory that plain blocks go into."""
         found = []
-        for read, low, size in self._places[blocks].tolist():
+        for read, low, size in zip(*self._places[blocks].T.tolist(), strict=True):
             tensor = self._dests.windows[read].tensor
             view = None if tensor is None else flat_memory(tensor)
             assert view is not None

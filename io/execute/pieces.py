@@ -230,6 +230,8 @@ class Piece:
 
         None if some do not, and must be made.
         """
+        if 0 < self.nbytes <= BLOCK_BYTES and (whole := self.lying) is not None:
+            return [Block([whole], partial(self._report, len(whole)))]
         found = []
         for offsets, sizes in boxes_of(self.shape, self.dtype) if self.nbytes else ():
             block = self._lying(offsets, sizes)

@@ -338,7 +338,7 @@ def write_copies(
     ):
         reader, lender = Reader(copies.source, reading), Lender()
         stored = copies.source.stored
-        proof = Proof(stored) if copies.verify and _has_sums(stored) else None
+        proof = Proof(stored) if copies.verify and stored.has_sums else None
         settle = _nothing if proof is None else partial(proof.settle, reading)
 
         def write(number: int) -> tuple[Part, ReadStats]:
@@ -369,12 +369,6 @@ def write_copies(
     parts = {number: part for number, (part, _) in zip(numbers, written, strict=True)}
     proved = len(proof.sums.matched) if proof is not None else 0
     return Copied(parts, sum(stats.bytes_read for _, stats in written), proved)
-
-
-def _has_sums(source: Source) -> bool:
-    """Return whether the format has checksums that are known without reading."""
-    first = next(iter(source.metadata.state_dict_metadata), None)
-    return first is not None and source.sums_of(first) is not None
 
 
 def _nothing() -> None:

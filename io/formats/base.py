@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 import attrs
 
@@ -86,8 +86,7 @@ def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -
         raise
 
 
-@attrs.frozen
-class ChunkPlace:
+class ChunkPlace(NamedTuple):  # a checkpoint has millions
     """Where one chunk lies: the number of its file, its first byte there, and how it is stored.
 
     Attributes:
@@ -176,12 +175,14 @@ class Source(Protocol):
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES  # the most that were hashed together; see `planning.storage`
     checksum: Checksum = XXH3
+    has_sums: bool = False  # whether every chunk has one; see `sums_of`
     created: float | None = None  # in seconds since 1970
     remarks: Mapping[str, str] = {}  # text about the model that files of some formats carry
     notes: tuple[str, ...] = ()  # what is odd about it and yet no error
     file_columns: FileColumns | None = None  # None if not recorded in one place
     beside: ExtraFiles | None = None  # what a conversion to the same format carries over
     quantized: Mapping[str, Quantized] = {}  # what is dequantised as it is read
+    text: bytes | None = None  # what another rank can open it from; see `Format.open_text`
 
     @property
     def stored(self) -> Source:
@@ -226,7 +227,7 @@ class Source(Protocol):
         ]
 
     def sums_of(self, name: str) -> Sums | None:
-        """Return the checksum of each chunk of an entry, if they are known without any reading."""
+        """Return the checksum of each chunk of an entry; headers of its files may be read."""
         return None
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
@@ -387,6 +388,10 @@ class Format(Protocol):
         ...
 
     # What follows need not be written for a new format.
+
+    def open_text(self, store: Store, text: bytes, pool: Pool | None = None) -> Source:
+        """Open a checkpoint from the `Source.text` of another rank; nothing is read."""
+        raise ValueError(f"the format {self.name!r} is opened by each rank for itself")
 
     def writer(self, *_: Any, **options: Any) -> Writer:
         """Return what writes this format; options are keyword arguments of its own.

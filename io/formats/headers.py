@@ -3,6 +3,10 @@
 Each file says which bytes are which chunk, where the chunk starts in its tensor (in torch's own
 words, ``DCP_SHARDING_INFO``), and which save wrote it under which name. Dtypes that safetensors has
 no name for are stored as ``U8`` with one more axis; the header says so, under ``encoded``.
+
+The checksums of its chunks come first, sixteen digits each, in the order of their bytes: how long a
+header is does not depend on them, so it may be written last. Where a store writes files from front
+to back, they are in a file of their own instead; see `native.write`.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import attrs
 from shardplan.planning import itemsize
 from shardplan.planning.geometry import shape_fault
 
+from ..checksums import Sums, sums_from_hex, sums_to_hex
 from ..errors import FormatError
 from ..stores.base import Store
 from .base import LIMITS, read_bytes
@@ -57,14 +62,16 @@ _FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers 
 _MAX_NUMBER: Final = 1 << 62
 _WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
+_SUMS: Final = "xxh3_64"
+_SUMS_BEGIN: Final = f'{{"{_RESERVED}":{{"{_SUMS}":"'.encode()  # where checksums begin
 
 
-Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
+Sizes = tuple[int, ...]
+Kind = tuple[str, Sizes, Sizes]
 """Dtype, shape and offsets of a chunk."""
 
 
-@attrs.frozen
-class Slot:
+class Slot(NamedTuple):  # a file may have a hundred thousand
     """One chunk in a file: its place in the global tensor, and its first byte in the file."""
 
     name: str
@@ -94,6 +101,7 @@ class Header:
     save_id: str | None  # the save that wrote it; None for files of other programs
     name: str | None  # the name under which that save wrote it
     metadata: Mapping[str, str]
+    sums: Sums | None = None  # of its chunks, in order of their bytes; None if elsewhere
 
 
 def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
@@ -142,12 +150,20 @@ def entry_text(name: str, kind: str, begin: int, end: int) -> str:
     return f'{encode_basestring(name)}:{kind},"data_offsets":[{begin},{end}]}}'
 
 
-def build_header(file: str, slots: Iterable[Slot | Piece], save_id: str) -> bytes:
-    """Return the header of a file in which chunks lie one after the other, in the order given."""
-    return header_of(file, ((s.name, (s.dtype, s.shape, s.offsets)) for s in slots), save_id)
+def build_header(
+    file: str, slots: Iterable[Slot | Piece], save_id: str, *, summed: bool = False
+) -> bytes:
+    """Return the header of a file in which chunks lie one after the other, in the order given.
+
+    With ``summed``, there is room for their checksums, which are zero; see `with_sums`.
+    """
+    kinds = ((slot.name, (slot.dtype, slot.shape, slot.offsets)) for slot in slots)
+    return header_of(file, kinds, save_id, summed=summed)
 
 
-def header_of(file: str, slots: Iterable[tuple[str, Kind]], save_id: str) -> bytes:
+def header_of(
+    file: str, slots: Iterable[tuple[str, Kind]], save_id: str, *, summed: bool = False
+) -> bytes:
     """Return the header of a file, given the name and the kind of each chunk, in order."""
     known: dict[Kind, _Words] = {}
     tensors, sharding, encoded = list[str](), list[str](), dict[str, str]()
@@ -161,6 +177,7 @@ def header_of(file: str, slots: Iterable[tuple[str, Kind]], save_id: str) -> byt
         if words.is_encoded:
             encoded[name] = key[0]
     metadata = {
+        **({_SUMS: "0" * 16 * len(tensors)} if summed else {}),
         "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": f"{{{','.join(sharding)}}}",
@@ -169,10 +186,26 @@ def header_of(file: str, slots: Iterable[tuple[str, Kind]], save_id: str) -> byt
     return framed_entries(metadata, tensors, file)
 
 
+def without_sums(header: bytes, count: int) -> tuple[bytes, Sums]:
+    """Return a header with zeros in place of so many checksums, and these; see `with_sums`."""
+    start = 8 + len(_SUMS_BEGIN)
+    end = start + 16 * count
+    sums = sums_from_hex(header[start:end].decode())
+    return b"".join([header[:start], b"0" * (16 * count), header[end:]]), sums
+
+
 def framed_entries(metadata: Mapping[str, str], entries: Sequence[str], file: str) -> bytes:
     """Return a header, given what it says of the file and the JSON of each entry."""
     text = ",".join([f'"{_RESERVED}":{dump(metadata)}', *entries])
     return framed(f"{{{text}}}".encode(), file)
+
+
+def with_sums(header: bytes, sums: Sums) -> bytes:
+    """Put checksums into a header that has room for them."""
+    start = 8 + len(_SUMS_BEGIN)
+    text = sums_to_hex(sums).encode()
+    assert header[8:start] == _SUMS_BEGIN
+    return b"".join([header[:start], text, header[start + len(text) :]])
 
 
 def framed(text: bytes, file: str) -> bytes:
@@ -220,47 +253,77 @@ def parse_header(data: bytes, file: str, size: int) -> Header:
     sharding = _section(metadata, "DCP_SHARDING_INFO", file)
     own = _section(metadata, "shardplan", file)
     encoded = _objects(own.get("encoded", {}), file, "encoded")
-    slots = []
+    kinds: dict[Any, tuple[Kind, int]] = {}
+    found = []
     for name, entry in table.items():
         try:
-            slots.append(_slot(name, entry, sharding, encoded, length))
+            kind, nbytes = _kind(name, entry, sharding, encoded, kinds)
+            begin, end = _numbers(entry["data_offsets"])
+            if end - begin != nbytes:
+                what = f"{entry['dtype']} of shape {entry['shape']}"
+                raise ValueError(f"{end - begin} bytes do not hold {what}")
+            found.append((length + begin, nbytes, Slot(name, *kind, length + begin)))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise FormatError(
-                file, f"its header's entry for `{name}` is damaged: {error}"
-            ) from None
-    slots.sort(key=lambda slot: (slot.begin, slot.nbytes))
-    _check_cover(slots, file, length, size)
+            reason = f"its header's entry for `{name}` is damaged: {error}"
+            raise FormatError(file, reason) from None
+    found.sort()
+    _check_cover(found, file, length, size)
+    slots = [slot for _, _, slot in found]
     ids = (own.get("save_id"), own.get("file"))
     save_id, written_as = (None if i is None else str(i) for i in ids)
-    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata)
+    sums = _sums(metadata.pop(_SUMS, None), len(slots), file)
+    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata, sums)
 
 
-def _slot(
-    name: str, entry: Any, sharding: Mapping[str, Any], encoded: Mapping[str, Any], base: int
-) -> Slot:
-    """Read one entry, or raise any of the errors that damage leads to."""
-    shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
-    if entry["dtype"] not in TORCH_NAMES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    dtype = TORCH_NAMES[entry["dtype"]]
+def _sums(text: str | None, count: int, file: str) -> Sums | None:
+    if text is None:
+        return None
+    if len(text) != 16 * count:
+        raise FormatError(file, f"it has {count} tensors, and {len(text)} digits of checksums")
+    try:
+        return sums_from_hex(text)
+    except ValueError:
+        raise FormatError(file, "its checksums are not hexadecimal numbers") from None
+
+
+def _kind(
+    name: str,
+    entry: Any,
+    sharding: Mapping[str, Any],
+    encoded: Mapping[str, Any],
+    kinds: dict[Any, tuple[Kind, int]],
+) -> tuple[Kind, int]:
+    """Return what one entry is, and its bytes, or raise any of the errors that damage leads to.
+
+    ``kinds`` remembers what was read before, as most entries are alike.
+    """
+    shape = _numbers(entry["shape"])
     offsets = _numbers(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+    inner = str(encoded[name]) if name in encoded else None
+    key = entry["dtype"], shape, offsets, inner
+    if key not in kinds:
+        kind = _checked_kind(entry["dtype"], shape, offsets, inner)
+        kinds[key] = kind, math.prod(kind[1]) * itemsize(kind[0])
+    return kinds[key]
+
+
+def _checked_kind(stored: Any, shape: Sizes, offsets: Sizes, inner: str | None) -> Kind:
+    if stored not in TORCH_NAMES:
+        raise ValueError(f"unknown dtype {stored!r}")
+    dtype = TORCH_NAMES[stored]
     if len(offsets) != len(shape):
         raise ValueError(f"it starts at {offsets}, which does not fit its shape {shape}")
-    if name in encoded:
-        inner = str(encoded[name])
+    if inner is not None:
         if dtype != "uint8" or not shape or shape[-1] != itemsize(inner):
-            raise ValueError(f"{entry['dtype']} of shape {shape} does not encode {inner}")
+            raise ValueError(f"{stored} of shape {shape} does not encode {inner}")
         dtype, shape, offsets = inner, shape[:-1], offsets[:-1]
-    factor = _PACKED.get(entry["dtype"], 1)
+    factor = _PACKED.get(stored, 1)
     if factor > 1:
         shape, offsets = _unpacked(shape, factor), _unpacked(offsets, factor)
     fault = shape_fault(shape)
     if fault is not None:
         raise ValueError(f"it {fault}")
-    slot = Slot(name, dtype, shape, offsets, base + begin)
-    if end - begin != slot.nbytes:
-        raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")
-    return slot
+    return dtype, shape, offsets
 
 
 def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
@@ -270,14 +333,14 @@ def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
     return (*numbers[:-1], numbers[-1] // factor)
 
 
-def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> None:
+def _check_cover(found: Sequence[tuple[int, int, Slot]], file: str, length: int, size: int) -> None:
     """Refuse tensors that overlap, leave holes or do not end where the file ends."""
     at = length
-    for slot in slots:
-        if slot.begin != at:
-            what = "overlap" if slot.begin < at else "leave a hole"
-            raise FormatError(file, f"its tensors {what} at byte {slot.begin:,}, `{slot.name}`")
-        at += slot.nbytes
+    for begin, nbytes, slot in found:
+        if begin != at:
+            what = "overlap" if begin < at else "leave a hole"
+            raise FormatError(file, f"its tensors {what} at byte {begin:,}, `{slot.name}`")
+        at += nbytes
     if at != size:
         what = "it is cut short" if at > size else "it runs on"
         raise FormatError(file, f"its tensors end at byte {at:,} and the file at {size:,}: {what}")

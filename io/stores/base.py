@@ -181,6 +181,24 @@ class Store(Protocol):
         self.write(path, contents.parts(), nbytes=nbytes, atomic=atomic)
 
     @property
+    def can_write_head_last(self) -> bool:
+        """Whether `write_head_last` works."""
+        return False
+
+    def write_head_last(
+        self, path: str, parts: Iterable[Buffer], *, head: int, nbytes: int
+    ) -> None:
+        """Write a file whose first bytes are known last; see `write`.
+
+        Args:
+            path: The file.
+            parts: Contiguous buffers: what follows the head, then the head as a whole.
+            head: The size of the head in bytes.
+            nbytes: The size of the file.
+        """
+        raise StoreError("write", f"{self.url}/{path}", "this store writes files in order")
+
+    @property
     def can_share_files(self) -> bool:
         """Whether several processes can write parts of one file: `make_file`, `write_ranges`."""
         return False

@@ -64,6 +64,7 @@ class LocalStore(Store):
     staging = 0
     can_rename = True
     can_share_files = True
+    can_write_head_last = True
     can_map = property(lambda self: system.can_map())
 
     def __repr__(self) -> str:
@@ -118,11 +119,15 @@ class LocalStore(Store):
         """Write a file whole; see `Store.write`."""
         nbytes = total_bytes(parts) if nbytes is None else nbytes
         with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
-            written = 0
-            for offset, views in _runs(placed(pieces(parts, _WAIT)), _WAIT):
-                written += system.write_run(fd, offset, views)
-                system.start_writeback(fd, offset, written - offset)
-        return written
+            return _write_runs(fd, placed(pieces(parts, _WAIT)))
+
+    def write_head_last(
+        self, path: str, parts: Iterable[Buffer], *, head: int, nbytes: int
+    ) -> None:
+        """Write a file whose first bytes are known last; see `Store.write_head_last`."""
+        with self._making(path, nbytes=nbytes, atomic=False) as fd:
+            after_head = placed(pieces(parts, _WAIT), head)
+            _write_runs(fd, ((offset % nbytes, view) for offset, view in after_head))
 
     def write_contents(
         self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
@@ -355,3 +360,13 @@ class LocalStore(Store):
                 self._made.discard(folder)
                 folder = os.path.dirname(folder)
                 self._unsynced.add(folder)
+
+
+def _write_runs(fd: int, ranges: Iterable[tuple[int, memoryview]]) -> int:
+    """Write parts of a file, and have the disk begin with each; return how many bytes."""
+    written = 0
+    for offset, views in _runs(ranges, _WAIT):
+        done = system.write_run(fd, offset, views)
+        system.start_writeback(fd, offset, done)
+        written += done
+    return written

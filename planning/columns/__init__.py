@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .frames import Coded, SourceFrame, TargetFrame
     from .items import Catalog, Head, WriteItems
     from .reads import ReadItems, Transfer, Transfers
+    from .runs import decode_columns, decode_runs, encode_runs
     from .world import World
 
 __getattr__, __dir__ = door(
@@ -25,6 +26,7 @@ __getattr__, __dir__ = door(
         "frames": "Coded SourceFrame TargetFrame",
         "items": "Catalog Head WriteItems",
         "reads": "ReadItems Transfer Transfers",
+        "runs": "decode_columns decode_runs encode_runs",
         "world": "World",
     },
 )

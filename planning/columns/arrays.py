@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import attrs
@@ -68,25 +70,40 @@ class Table:
 
     def take(self, rows: Index | slice) -> Self:
         """Return the given rows (numbers, a mask or a slice), in that order."""
-        return type(self)(*(_taken(value, rows) for value in _fields(self)))
+        return type(self)(*[_taken(value, rows) for value in _fields(self)])
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
         """Concatenate tables; boxes are padded, sizes and lengths with 1, others with 0."""
-        ends = [1 if f.name.endswith(("sizes", "lengths")) else 0 for f in attrs.fields(cls)]
+        kind: Any = cls
+        fills = [int(name.endswith(("sizes", "lengths"))) for name in _names(kind)]
         columns = zip(*map(_fields, parts), strict=True)
-        return cls(*(_concat(values, fill) for values, fill in zip(columns, ends, strict=True)))
+        return cls(*[_concat(values, fill) for values, fill in zip(columns, fills, strict=True)])
 
     def same(self, other: Self) -> bool:
         """Compare with a table of the same length."""
         return all(map(_equals, _fields(self), _fields(other)))
 
 
-def _fields(table: Table) -> list[Any]:
-    return [getattr(table, field.name) for field in attrs.fields(type(table))]
+@lru_cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(kind))
+
+
+@lru_cache
+def _getter(kind: Any) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter(*_names(kind))
+
+
+def _fields(table: Any) -> tuple[Any, ...]:
+    """Return the fields of a table, which has at least two."""
+    kind: Any = type(table)
+    return _getter(kind)(table)
 
 
 def _taken(value: Any, rows: Index | slice) -> Any:
+    if value is None:
+        return None
     if isinstance(value, np.ndarray):
         return readonly(value[rows])
     return value.take(rows) if isinstance(value, Table) else value

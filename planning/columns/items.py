@@ -294,8 +294,8 @@ class WriteItems(Table, Columns[WriteItem]):
         framed = any(m.frame is not None for m in moved)
         apart = any(m.source_offsets is not None for m in moved)
         hinted = any(m.hint is not None for m in moved)
-        return super().concat(
-            [
+        if framed or apart or hinted:
+            moved = [
                 attrs.evolve(
                     m,
                     source_offsets=m.shard_offsets if apart else None,
@@ -304,7 +304,7 @@ class WriteItems(Table, Columns[WriteItem]):
                 )
                 for m in moved
             ]
-        )
+        return super().concat(moved)
 
     def canonical(self) -> WriteItems:
         """Return the canonical form, without hints and unused rows, equal for equal items."""

@@ -12,9 +12,11 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .placements import (
         Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh, local_chunks,
     )  # fmt: skip
+    from .models import (
+        deepseek, deepseek_v3, kimi_k2, llama, llama3_8b, llama3_405b, qwen3_235b, qwen3_moe,
+    )  # fmt: skip
     from .presets import (
-        LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, llama, llama3_8b, llama3_405b,
-        pipeline, tensor_parallel,
+        LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel,
     )  # fmt: skip
     from .layouts import SpecLayout
     from .worlds import WorldPlans, world_plans
@@ -29,9 +31,9 @@ __getattr__, __dir__ = door(
         "placements": (
             "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
         ),
+        "models": ("deepseek deepseek_v3 kimi_k2 llama llama3_405b llama3_8b qwen3_235b qwen3_moe"),
         "presets": (
-            "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
-            "pipeline tensor_parallel"
+            "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel"
         ),
         "layouts": "SpecLayout",
         "worlds": "WorldPlans world_plans",

@@ -199,6 +199,23 @@ class DerivedPlans(Columns[SavePlan]):
     def _writers(self) -> _Writers:
         return _writers(self.settled, self._chunks, self._sharings)
 
+    def writers_of(self, row: int) -> Ints:
+        """Return the rank that writes each chunk of one row of the catalog, by chunk number."""
+        owner, chunks = self.settled.owner, self._chunks[self.settled.number[row]]
+        if owner is not None and owner[row] >= 0:
+            return owner[row : row + 1]
+        first, alone = self._writers.first[row], chunks.holders[chunks.first]
+        if first < 0:
+            return readonly(alone)
+        chosen = self._writers.rank[first : first + len(alone)]
+        return readonly(np.where(chosen < 0, alone, chosen))
+
+    def layout_alone(self, row: int) -> int | None:
+        """Return the layout of one row of the catalog if it alone says who writes; else None."""
+        owner = self.settled.owner
+        is_owned = owner is not None and owner[row] >= 0
+        return None if is_owned or self._writers.first[row] >= 0 else int(self.settled.number[row])
+
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""
         holdings, boxes = self.settled, self._boxes

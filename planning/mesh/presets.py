@@ -1,4 +1,4 @@
-"""Presets: common ways to place parameters on a mesh, and the shapes of known models.
+"""Presets: common ways to place parameters on a mesh.
 
 Each preset sets the placements on one mesh axis and keeps the others, so presets nest: tensor
 parallelism first, then FSDP over it, as torch applies them. A preset takes plain shapes or
@@ -21,7 +21,6 @@ from typing import Final, Literal
 
 import attrs
 
-from ..dtypes import Dtype
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
 from ..frozen import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
@@ -284,56 +283,3 @@ LLAMA_TP: Final[FrozenDict[str, Rule]] = FrozenDict(
     }
 )
 """How tensor parallelism cuts a Llama: the rules that `tensor_parallel` takes."""
-
-
-def llama(
-    *,
-    dim: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    ffn: int,
-    vocab: int = 128_256,
-    dtype: Dtype = "bfloat16",
-) -> FrozenDict[str, TensorSpec]:
-    """Return the parameters of a Llama, under the names that Hugging Face gives them.
-
-    >>> params = llama(dim=8, layers=1, heads=4, kv_heads=2, ffn=16, vocab=10)
-    >>> params["model.layers.0.self_attn.k_proj.weight"].shape
-    (4, 8)
-    """
-    kv = dim // heads * kv_heads
-    layer = {
-        "self_attn.q_proj": (dim, dim),
-        "self_attn.k_proj": (kv, dim),
-        "self_attn.v_proj": (kv, dim),
-        "self_attn.o_proj": (dim, dim),
-        "mlp.gate_proj": (ffn, dim),
-        "mlp.up_proj": (ffn, dim),
-        "mlp.down_proj": (dim, ffn),
-        "input_layernorm": (dim,),
-        "post_attention_layernorm": (dim,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, dim)}
-    for number in range(layers):
-        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
-    shapes |= {"model.norm": (dim,), "lm_head": (vocab, dim)}
-    return FrozenDict({f"{name}.weight": TensorSpec(s, dtype) for name, s in shapes.items()})
-
-
-def llama3_8b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
-    """Return the parameters of Llama 3 8B, 8.03 billion.
-
-    >>> len(llama3_8b())
-    291
-    """
-    return llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14_336, dtype=dtype)
-
-
-def llama3_405b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
-    """Return the parameters of Llama 3.1 405B, 405.85 billion.
-
-    >>> len(llama3_405b())
-    1137
-    """
-    return llama(dim=16_384, layers=126, heads=128, kv_heads=8, ffn=53_248, dtype=dtype)

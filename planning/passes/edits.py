@@ -18,6 +18,7 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, column, pad, padded, readonly
+from ..columns.frames import SourceFrame
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, listed
 from ..plans import SavePlan
@@ -294,7 +295,7 @@ def _assembled(
     for number, (plan, edit) in enumerate(zip(plans, edited, strict=True)):
         rows = slice(low[number], low[number + 1])
         mine, at = kept.item[rows] - edge[number], kept.at[rows]
-        items = _items(plan.items, edit, mine, results.take(at), bool(plain[at].all()))
+        items = _items(plan.items, edit, mine, results, at, bool(plain[at].all()))
         key = id(edit), id(plan.planner_data)
         if key not in datas:
             datas[key] = renest(plan.planner_data, edit.names)
@@ -305,7 +306,7 @@ def _assembled(
             held = id(plan.holds.catalog), id(plan.items.catalog)
             if held not in held_rows:
                 held_rows[held] = _held_rows(plan)
-            rest = _left_out(plan, mine, results.take(at), held_rows[held])
+            rest = _left_out(plan, mine, results.frame, at, held_rows[held])
         done.append(
             attrs.evolve(plan, items=items, planner_data=datas[key], held=plan.holds, left_out=rest)
         )
@@ -313,23 +314,23 @@ def _assembled(
 
 
 def _items(
-    before: WriteItems, edit: _Edited, item: Ints, results: Results, is_plain: bool
+    before: WriteItems, edit: _Edited, item: Ints, results: Results, at: Ints, is_plain: bool
 ) -> WriteItems:
-    """Return the items of one plan, given the old item of each."""
+    """Return the items of one plan, given the old item and the result of each."""
     catalog, wide = edit.catalog, edit.catalog.axes
-    at = edit.first[before.row[item]] + results.target
-    row, shift = edit.rows[at], pad(edit.shift, wide, 0)[at] if edit.shift.any() else None
-    offsets = pad(results.offsets, wide, 0)[:, :wide]
-    sizes = pad(results.sizes, wide, 1)[:, :wide]
-    frame = None if is_plain and shift is None else results.frame
+    target = edit.first[before.row[item]] + results.target[at]
+    row, shift = edit.rows[target], pad(edit.shift, wide, 0)[target] if edit.shift.any() else None
+    offsets = pad(results.offsets[at], wide, 0)[:, :wide]
+    sizes = pad(results.sizes[at], wide, 1)[:, :wide]
+    frame = None if is_plain and shift is None else results.frame.take(at)
     if shift is not None:
         offsets = offsets + shift
         plain = frame is not None and frame.is_plain(catalog.ndim[row], offsets, sizes)
         frame = None if plain else frame
     starts = offsets if frame is None else frame.offsets
     shard = pad(before.shard_offsets, starts.shape[1], 0)[item, : starts.shape[1]]
-    if results.frame.fill.values:
-        shard[results.frame.fill.known] = 0
+    if frame is not None and frame.fill.values:
+        shard[frame.fill.known] = 0
     return WriteItems(
         catalog,
         readonly(row),
@@ -346,10 +347,10 @@ def _held_rows(plan: SavePlan) -> Ints:
     return column([row_of.get(source, -1) for source in plan.items.catalog.sources])
 
 
-def _left_out(plan: SavePlan, item: Ints, lost: Results, rows: Ints) -> WriteItems:
+def _left_out(plan: SavePlan, item: Ints, frame: SourceFrame, at: Ints, rows: Ints) -> WriteItems:
     """Return all boxes that a plan leaves out, in the frame of what its rank holds."""
     held, before = plan.holds.catalog, plan.items
-    boxes = [(lost.frame.offsets, 0), (lost.frame.sizes, 1), (before.shard_offsets[item], 0)]
+    boxes = [(frame.offsets[at], 0), (frame.sizes[at], 1), (before.shard_offsets[item], 0)]
     offsets, sizes, shard = (
         readonly(pad(c, held.axes, value)[:, : held.axes]) for c, value in boxes
     )

@@ -68,7 +68,7 @@ def share_out(shared: Sequence[Shared], load: Ints, *, least: int = 0) -> list[S
     for chunks in shared:
         holder = _give(chunks, load)
         shares = Shares(np.arange(len(holder)), holder, 0 * holder, np.maximum(chunks.weight, 1))
-        if least:
+        if least and (chunks.weight >= 2 * least).any():
             shares = _poured(chunks, shares, load, mean, least)
         load = load + _written(chunks, shares, len(load))
         done.append(shares)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
     )  # fmt: skip
+    from .places import Places, chunk_places
     from .ranges import (  # isort: skip
         SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, filled, lies_together,
         range_axis, steps, whole_blocks,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
         FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
     )  # fmt: skip
     from .shared_reads import (  # isort: skip
-        MOST_PEERS, MOST_READS, RUN_BYTES, Audience, Group, Lines, Need, SharedReads, Turns, Wants,
-        Way, need_of, plan_bytes, replica_groups, shared_by_rule, shared_by_transfers, sharing_way,
-        turns_of, wants_of,
+        MOST_PEERS, MOST_READS, RUN_BYTES, SMALL_BYTES, Audience, Group, Lines, Need, SharedReads,
+        Turns, Wants, Way, need_of, plan_bytes, replica_groups, shared_by_rule,
+        shared_by_transfers, sharing_way, turns_of, wants_of,
     )  # fmt: skip
     from .rounds import (  # isort: skip
         Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
     from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
-        MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_numbers, number_shards, pack_files,
-        parse_size, refuse_split, save_id_of, shard_plans, shards_of, split_tensors, widest_first,
+        MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
+        numbers_of, pack_files, parse_size, refuse_split, save_id_of, shard_plans, shards_of,
+        split_tensors, table_name, widest_first,
         write_plan,
     )  # fmt: skip
 
@@ -63,6 +65,7 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
+        "places": "Places chunk_places",
         "ranges": (
             "SMALL ByteRanges Requests byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
@@ -72,9 +75,9 @@ __getattr__, __dir__ = door(
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
         "shared_reads": (
-            "MOST_PEERS MOST_READS RUN_BYTES Audience Group Lines Need SharedReads Turns Wants Way "
-            "need_of plan_bytes replica_groups shared_by_rule shared_by_transfers sharing_way "
-            "turns_of wants_of"
+            "MOST_PEERS MOST_READS RUN_BYTES SMALL_BYTES Audience Group Lines Need SharedReads "
+            "Turns Wants Way need_of plan_bytes replica_groups shared_by_rule shared_by_transfers "
+            "sharing_way turns_of wants_of"
         ),
         "rounds": (
             "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "
@@ -83,9 +86,9 @@ __getattr__, __dir__ = door(
         "target": "Placements Seen Target Traits plan_target seen_through",
         "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
         "write": (
-            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
-            "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "
-            "write_plan"
+            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
+            "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "
+            "split_tensors table_name widest_first write_plan"
         ),
     },
 )

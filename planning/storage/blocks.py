@@ -312,6 +312,8 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     first. But a plan may come from anywhere, or from a time at which the tensor was cut
     differently.
     """
+    if not len(items):
+        return column([])
     entries = metadata.state_dict_metadata
     used, _, layout = numbered(entries_of(metadata, items)[1])
     layout -= used[0] < 0  # -1 where there is no tensor

@@ -225,10 +225,11 @@ class _Table:
         rows = rows[np.lexsort((~is_sent[rows], self.region[rows], block[rows]))]
         blocks, region, sent = block.tolist(), self.region.tolist(), is_sent.tolist()
         batches, rest = list[_Batch](), list[int]()
-        for _, same_block in groupby(rows.tolist(), blocks.__getitem__):
-            regions = [list(same) for _, same in groupby(same_block, region.__getitem__)]
+        for _, same in groupby(rows.tolist(), blocks.__getitem__):
+            same_block = list(same)
+            regions = [list(alike) for _, alike in groupby(same_block, region.__getitem__)]
             needed = [rows for rows in regions if sent[rows[0]]]
-            if needed and self._is_block(regions):
+            if shared.turn[same_block[0]] >= 0 and self._is_block(regions):
                 batches.append(_Batch(regions, is_block=True))
                 continue
             batches += [_Batch([rows], is_block=False) for rows in needed]

@@ -29,7 +29,6 @@ from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
 from .blocks import locate_reads
-from .fetch import FAR_GAP
 from .filling import RANK_LABEL
 from .ranges import fetched
 
@@ -38,6 +37,9 @@ MOST_READS: Final = 1 << 22
 
 RUN_BYTES: Final = 1 << 20
 """Bytes that lie together and that one rank of a group reads, if there are as many."""
+
+SMALL_BYTES: Final = 1 << 12
+"""Bytes of a chunk that ranks read whole, and share whole, even from a disk."""
 
 MOST_PEERS: Final = 32
 """The largest group of which every rank sends to every other; larger ones pass reads on."""
@@ -92,7 +94,7 @@ def wants_of(
     ranks: int,
     *,
     block_bytes: int,
-    small_bytes: int = FAR_GAP,
+    small_bytes: int = SMALL_BYTES,
 ) -> Wants:
     """Sort a rank's reads into classes, so that replicas want the same of a class.
 
@@ -389,7 +391,7 @@ class SharedReads:
     audience: Ints  # a number in `audiences`
     audiences: tuple[Audience, ...]
     own: npt.NDArray[np.bool_]  # whether it fills memory of this rank
-    turn: Ints  # the round in which it is read; all ranks order rounds alike
+    turn: Ints  # the round in which it is read, -1 for none; all ranks order rounds alike
 
     @property
     def is_value(self) -> npt.NDArray[np.bool_]:
@@ -439,7 +441,7 @@ def shared_by_rule(
     [4, 5]
     """
     reads = wants.reads
-    reader, turn = np.full(len(reads), rank, np.int64), np.zeros(len(reads), np.int64)
+    reader, turn = np.full(len(reads), rank, np.int64), np.full(len(reads), -1, np.int64)
     block = _blocks_by_place(reads, metadata, files, block_bytes)
     boxes = [reads.storage_anchor + wants.offsets, wants.lengths]
     first, box = group_rows([block, *boxes])  # boxes of a block follow one another

@@ -11,23 +11,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
 
+from ..codec import contents_tag
 from ..columns.arrays import Ints, column
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import World
 from ..dtypes import itemsize
+from ..frozen import FrozenDict
 from ..load import Strict, load_plan
 from ..metadata import Metadata
 from ..passes.base import positioned
 from ..passes.chunks import assign
 from ..plans import LoadPlan, SavePlan
-from ..records import LoadItemType
+from ..records import KeyReport, LoadItemType
 from ..save import global_plan
 from ..text import Printed, Sheet, Table, counted, human_bytes
 from .blocks import BLOCK_BYTES, boxes_of
@@ -45,32 +47,53 @@ class TransferPlan(Printed):
 
     Attributes:
         metadata: What the source ranks hold together.
-        plans: Per rank, its part: ``items`` are copied from its own memory, ``transfers`` are what
-            it sends or receives; ``report`` says what of its targets is not filled.
+        moves: Every read of every target, with the rank that makes it, by target; those that a rank
+            makes for itself are copies.
+        ranks: The number of ranks.
+        reports: By target rank, what of its tensors is not filled.
     """
 
     metadata: Metadata
-    plans: tuple[LoadPlan, ...]
+    moves: Transfers
+    ranks: int
+    reports: FrozenDict[int, KeyReport]
 
-    @property
-    def transfers(self) -> Transfers:
-        """What each rank receives, by rank."""
-        return Transfers.concat(
-            [
-                plan.transfers.take(plan.transfers.target == rank)
-                for rank, plan in enumerate(self.plans)
-            ]
+    @cached_property
+    def plans(self) -> tuple[LoadPlan, ...]:
+        """The part of each rank; see `part`."""
+        return tuple(self.part(rank) for rank in range(self.ranks))
+
+    def part(self, rank: int) -> LoadPlan:
+        """Return one rank's part.
+
+        Its ``items`` are what it copies from its own memory, its ``transfers`` what it sends or
+        receives.
+        """
+        going, coming = (order[start[rank] : start[rank + 1]] for order, start in self._ends)
+        stays = self.moves.target[going] == rank
+        others = coming[self.moves.source[coming] != rank]
+        moved = self.moves.take(_range(np.sort(np.concatenate([going[~stays], others]))))
+        items = self.moves.reads.take(_range(going[stays]))
+        report = self.reports.get(rank, KeyReport())
+        return LoadPlan(items, report=report, transfers=moved, rank=rank, world_size=self.ranks)
+
+    @cached_property
+    def _ends(self) -> tuple[tuple[Ints, Ints], ...]:
+        """By source, and by target: the rows in the order of ranks, and each rank's first."""
+        edges = np.arange(self.ranks + 1)
+        orders = [
+            (end, np.argsort(end, kind="stable")) for end in (self.moves.source, self.moves.target)
+        ]
+        return tuple(
+            (column(order), column(np.searchsorted(end[order], edges))) for end, order in orders
         )
 
     @cached_property
     def nbytes(self) -> Ints:
         """Bytes of tensors by source rank and target rank; those that stay are on the diagonal."""
-        ranks = len(self.plans)
-        found = np.zeros((ranks, ranks), np.int64)
-        moved = self.transfers
-        np.add.at(found, (moved.source, moved.target), _bytes(moved.reads, self.metadata))
-        for rank, plan in enumerate(self.plans):
-            found[rank, rank] = _bytes(plan.items, self.metadata).sum()
+        found = np.zeros((self.ranks, self.ranks), np.int64)
+        ends = (self.moves.source, self.moves.target)
+        np.add.at(found, ends, _bytes(self.moves.reads, self.metadata))
         return column(found)
 
     @cached_property
@@ -86,7 +109,7 @@ class TransferPlan(Printed):
         stay = int(np.trace(self.nbytes))
         sent, received = self.nbytes.sum(axis=1), self.nbytes.sum(axis=0)
         title = (
-            f"TransferPlan: {counted(len(self.plans), 'rank')}, {human_bytes(int(sent.sum()))}, "
+            f"TransferPlan: {counted(self.ranks, 'rank')}, {human_bytes(int(sent.sum()))}, "
             f"{human_bytes(stay)} of which stay where they are"
         )
         rows = [
@@ -152,38 +175,39 @@ def transfer_plan(
                 f"once, not {ranks.tolist()}"
             )
     metadata = global_plan(sources)[1]
-    loads = [load_plan(metadata, plan, strict=strict, dtype=dtype) for plan in targets]
+    plan_load = cache(lambda plan: load_plan(metadata, plan.plan, strict=strict, dtype=dtype))
+    loads = [plan_load(_Wanted(plan)) for plan in targets]
     reads = ReadItems.concat([load.items for load in loads])
     target = np.repeat(takers, [len(load.items) for load in loads])
     count = int(max(senders.max(initial=-1), takers.max(initial=-1))) + 1
     holders = _Holders.of(World.of(sources), senders)
     source = holders.choose(reads, target, _bytes(reads, metadata), count)
     reports = {rank: load.report for rank, load in zip(takers.tolist(), loads, strict=True)}
-    plans_of_ranks = []
-    for rank, (own, moved) in enumerate(_rows_by_rank(source, target, count)):
-        transfers = Transfers(reads.take(moved), column(source[moved]), column(target[moved]))
-        plan = LoadPlan(reads.take(own), transfers=transfers, rank=rank, world_size=count)
-        known = reports.get(rank)
-        plans_of_ranks.append(plan if known is None else attrs.evolve(plan, report=known))
-    return TransferPlan(metadata, tuple(plans_of_ranks))
+    moves = Transfers(reads, column(source), column(target))
+    return TransferPlan(metadata, moves, count, FrozenDict(reports))
 
 
-def _rows_by_rank(source: Ints, target: Ints, ranks: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, by rank, the reads that it makes for itself, and those that it sends or receives."""
-    edges = np.arange(ranks + 1)
-    orders = [np.argsort(end, kind="stable") for end in (source, target)]
-    starts = [
-        np.searchsorted(end[order], edges)
-        for end, order in zip((source, target), orders, strict=True)
-    ]
-    for rank in range(ranks):
-        going, coming = (
-            order[start[rank] : start[rank + 1]]
-            for order, start in zip(orders, starts, strict=True)
-        )
-        stays = target[going] == rank
-        own, sent, received = going[stays], going[~stays], coming[source[coming] != rank]
-        yield own, np.sort(np.concatenate([sent, received]))
+class _Wanted:
+    """What a target wants; equal for targets that hold the same, which are planned once."""
+
+    def __init__(self, plan: SavePlan) -> None:
+        self.plan = plan
+        is_plain = plan.holds is plan.items and plan.left_out is None
+        own = (contents_tag((plan,)), plan.planner_data) if is_plain else (object(),)
+        self._key: tuple[object, ...] = own
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wanted) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def _range(rows: Any) -> Any:
+    """Return rows that follow one another as a slice, which is taken without a copy."""
+    if len(rows) and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return rows
 
 
 @attrs.frozen(eq=False)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _SUFFIX: Final = ".safetensors"
-_FILE: Final = re.compile(rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+-([^-]+){re.escape(_SUFFIX)}")
+_FILE: Final = re.compile(r"shard-([0-9]+)-model-([0-9]+)-of-([0-9]+)-([^-]+)\.(safetensors|sums)")
 
 
 def file_name(rank: int, number: int, count: int, save_id: str) -> str:
@@ -52,7 +52,28 @@ def save_id_of(name: str) -> str | None:
     >>> save_id_of("model-00001-of-00002.safetensors")
     """
     match = _FILE.fullmatch(name)
-    return match[1] if match else None
+    return match[4] if match else None
+
+
+def table_name(name: str) -> str:
+    """Name the file that has the checksums of a file, if they are not in its header.
+
+    >>> table_name(file_name(3, 0, 2, "5f3a"))
+    'shard-00003-model-00001-of-00002-5f3a.sums'
+    """
+    return f"{name.removesuffix(_SUFFIX)}.sums"
+
+
+def numbers_of(name: str) -> tuple[int, int, int] | None:
+    """Return the rank, number and count in a file's name; None if it is not one of `file_name`.
+
+    >>> numbers_of("shard-00003-model-00001-of-00002-5f3a.safetensors")
+    (3, 0, 2)
+    """
+    match = _FILE.fullmatch(name)
+    if match is None or match[5] == "sums":
+        return None
+    return int(match[1]), int(match[2]) - 1, int(match[3])
 
 
 def file_numbers(plan: SavePlan) -> Ints:

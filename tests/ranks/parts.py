@@ -141,6 +141,7 @@ class SpyComm(Comm):
 
     Attributes:
         given: Per call: the method, and how many bytes this rank gave.
+        peers: The ranks that this one sent to.
         taken: How many bytes this rank was given in meetings.
         fail: Called before each call with the method's name; it may raise.
     """
@@ -148,7 +149,7 @@ class SpyComm(Comm):
     rank = ranks = coordinator = lost = None
 
     def __init__(self, inner, fail=lambda name: None):
-        self.inner, self.fail, self.given, self.taken = inner, fail, [], 0
+        self.inner, self.fail, self.given, self.peers, self.taken = inner, fail, [], set(), 0
         self.rank, self.ranks, self.coordinator = inner.rank, inner.ranks, inner.coordinator
         self.lost = False
 
@@ -168,6 +169,7 @@ class SpyComm(Comm):
 
     def send(self, place, data):
         self.note("send", data)
+        self.peers.add(place)
         return self.inner.send(place, data)
 
     def receive(self, place, into):

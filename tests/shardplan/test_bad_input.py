@@ -155,7 +155,7 @@ def test_a_manifest_that_is_none_is_refused(saved, text):
     assert load_fails(saved, "JSON|manifest").file == MANIFEST
 
 
-def edited(saved, edit, version=1):
+def edited(saved, edit, version=3):
     body = json.loads((saved / MANIFEST).read_text())
     for key in ("format", "version", "xxh3_64"):
         del body[key]
@@ -164,14 +164,13 @@ def edited(saved, edit, version=1):
 
 
 def test_a_newer_version_asks_for_a_newer_program(saved):
-    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=3))
-    load_fails(saved, "version 3.*upgrade")
+    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=4))
+    load_fails(saved, "version 4.*upgrade")
 
 
 def test_a_header_that_is_said_to_be_longer_than_its_file_is_not_read(saved):
     def lengthen(body):
         body["files"]["headers"][0] += 90_000_000
-        body["files"]["sizes"][0] += 90_000_000
 
     (saved / MANIFEST).write_bytes(edited(saved, lengthen))
     load_fails(saved, "bytes and was saved with 9")
@@ -188,7 +187,7 @@ def put(*path_and_value):
     return edit
 
 
-EDITS = {
+OLD_EDITS = {
     "a name of two lines": put("files", "names", 0, "x\ny.safetensors"),
     "a name of an odd letter": put("files", "names", 0, "x\x7f.safetensors"),
     "path outside": put("files", "names", 0, "../../etc/passwd.safetensors"),
@@ -243,6 +242,56 @@ EDITS = {
     "save id": put("save_id", 7),
     "planner data": put("planner_data", {"$evil": 1}),
     "layouts": put("layouts", {}),
+}
+
+
+@pytest.mark.parametrize("edit", OLD_EDITS.values(), ids=OLD_EDITS)
+def test_an_impossible_manifest_of_an_old_version_is_refused(saved, as_old, edit):
+    (saved / MANIFEST).write_bytes(edited(as_old(saved), edit, version=2))
+    assert load_fails(saved, "damaged").file == MANIFEST
+
+
+# What version 3 does not have, or has elsewhere.
+ELSEWHERE = re.compile("size|odd letter|checksums|huge file|boxes|value too large")
+EDITS = {key: edit for key, edit in OLD_EDITS.items() if not ELSEWHERE.search(key)} | {
+    "a name of two lines": put("files", "names", ["x\ny.safetensors", "b.safetensors"]),
+    "path outside": put("files", "names", ["../../etc/passwd.safetensors", "b.safetensors"]),
+    "absolute path": put("files", "names", ["/etc/passwd.safetensors", "b.safetensors"]),
+    "other file": put("files", "names", ["passwd", "b.safetensors"]),
+    "same file twice": put("files", "names", ["b.safetensors", "b.safetensors"]),
+    "same numbers twice": put("files", "numbers", [0, 0]),
+    "too few names": put("files", "names", ["b.safetensors"]),
+    "too few numbers": put("files", "numbers", [0]),
+    "a rank that is a float": put("files", "ranks", [0.0, 0]),
+    "a path in the save id": put("save_id", "../x"),
+    "no digests": put("files", "xxh3_64", ""),
+    "digests cut short": lambda b: put("files", "xxh3_64", b["files"]["xxh3_64"][:-1])(b),
+    "digests in a list": put("files", "xxh3_64", ["0" * 16] * 2),
+    "huge header": put("files", "headers", [1 << 61, 100]),
+    "boxes outside": put(
+        "layouts", 1, {"size": [6, 4], "chunks": 1, "offsets": [[5], [0]], "sizes": [[2], [4]]}
+    ),
+    "boxes of other axes": put(
+        "layouts", 1, {"size": [6, 4], "chunks": 1, "offsets": [[5]], "sizes": [[1]]}
+    ),
+    "boxes of another count": put(
+        "layouts", 1, {"size": [6, 4], "chunks": 2, "offsets": [[5], [0]], "sizes": [[1], [4]]}
+    ),
+    "a run that would fill any memory": put("places", 0, [[0, 1 << 40, 0]]),
+    "a run of runs that would": put("places", 0, [[[[[[0, 9999, 0]], 9999, 0]], 9999, 0]]),
+    "many columns that would": lambda b: b["places"].extend([[[0, 1 << 23, 0]]] * 200),
+    "more places than files": put("places", 0, [[0, 3, 0]]),
+    "cuts that would fill any memory": put("layouts", 0, "cuts", 0, [[0, 1 << 24, 1]]),
+    "a run of one": put("places", 0, [[0, 1, 0]]),
+    "a run of no number": put("places", 0, [[[], 2, 0]]),
+    "a run of less than none": put("places", 0, [[0, -2, 0]]),
+    "a run of a float": put("places", 0, [[0, 2.0, 0]]),
+    "a run of two": put("places", 0, [[0, 2]]),
+    "a run into numbers that are too large": put("places", 0, [[0, 2, 1 << 62]]),
+    "runs that nest deeply": put("places", 0, json.loads("[" * 400 + "]" * 400)),
+    "a table of no file": put("files", "tables", [7]),
+    "two tables of one file": lambda b: b["files"].update(tables=[0, 0], table_bytes=[8, 8]),
+    "chunks in a table": lambda b: b["files"].update(tables=[0], table_bytes=[8]),
 }
 
 
@@ -322,8 +371,8 @@ def test_a_good_header_is_read():
 
 
 LAYOUTS = {
-    "share rows 1 to 2": {"size": [3], "offsets": [[0], [1]], "sizes": [[2], [2]]},
-    "holds rows 4 to 6": {"size": [6], "offsets": [[0], [2]], "sizes": [[2], [2]]},
+    "share rows 1 to 2": {"size": [3], "chunks": 2, "offsets": [[0, 1]], "sizes": [[2, 2]]},
+    "holds rows 4 to 6": {"size": [6], "chunks": 2, "offsets": [[0, 2]], "sizes": [[2, 2]]},
     "holds rows 0 to 1": {"size": [5], "cuts": [[1, 3, 5]]},
 }
 READERS = {

@@ -16,7 +16,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -25,20 +24,20 @@ import shardplan
 from shardplan.cli.app import app
 from shardplan.cli.inspect import branches
 from shardplan.cli.plan import parse_mesh, parse_placements
-from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
+from shardplan.io.formats.native.manifest import MANIFEST, encode_manifest
+from shardplan.io.formats.native.write import Written, WrittenFile, assemble
 from shardplan.planning import (
     Mesh,
     Only,
     Replicate,
     Shard,
     StridedShard,
+    derive_plans,
     fsdp,
     llama3_8b,
     split_chunks,
-    world_metadata,
     world_plans,
 )
-from shardplan.planning.columns.arrays import column
 from shardplan.planning.storage.write import file_name
 from shardplan.planning.text import runs_text
 
@@ -125,18 +124,12 @@ def llama(tmp_path_factory):
     """Llama 3 8B as 64 ranks would save it: the manifest of it, without any data."""
     folder, ranks, save_id = tmp_path_factory.mktemp("llama"), 64, "5f3a9c0d7e21"
     mesh = Mesh(dp=ranks)
-    metadata = world_metadata(world_plans(fsdp(llama3_8b(), mesh), mesh))
-    entries = metadata.state_dict_metadata
-    lengths = [len(layout.tiling) for layout in entries.layouts]
-    places = tuple(column(np.arange(length)) for length in lengths)
-    sums = np.zeros(sum(lengths[n] for n in entries.layout.tolist()), np.uint64)
-    names = tuple(file_name(rank, 0, 1, save_id) for rank in range(ranks))
-
-    def made(sizes):
-        files = FileTable(names, sizes, column([4096] * ranks), (0,) * ranks)
-        return Manifest(save_id, metadata, files, places, entries.layout, sums, {}, 1.79e9)
-
-    whole = made(column(made(column([1 << 40] * ranks)).file_bytes + 4096))
+    plans, metadata = derive_plans(world_plans(fsdp(llama3_8b(), mesh), mesh))
+    sizes = [4096 + int(plan.items.nbytes.sum()) for plan in plans]
+    names = [file_name(rank, 0, 1, save_id) for rank in range(ranks)]
+    files = [WrittenFile(0, *pair, 4096, 0) for pair in zip(names, sizes, strict=True)]
+    written = [Written((file,), {}) for file in files]
+    whole = assemble(metadata, plans, written, save_id=save_id, created=1.79e9)
     (folder / MANIFEST).write_bytes(encode_manifest(whole))
     return folder
 

@@ -1,5 +1,6 @@
 """The explorer's page in a real browser: every view, on three checkpoints."""
 
+import html
 import json
 import re
 import shutil
@@ -172,3 +173,48 @@ def test_the_command_writes_a_page_that_names_files_and_bytes(tmp_path):
     assert re.search(
         r"shard-00000-model-00001-of-00001-\w+\.safetensors, bytes [\d,]+–[\d,]+", shown
     )
+
+
+CLICKS = """<script>
+document.querySelector("iframe").onload = e => {
+  const page = e.target.contentDocument, seen = [];
+  const look = () => seen.push(page.querySelector("#main").innerText);
+  const click = (selector, kind = "click") => {
+    page.querySelector(selector).dispatchEvent(new MouseEvent(kind, { bubbles: true }));
+    look();
+  };
+  for (const view of ["overview", "tensor", "rank", "traffic"]) click(`[data-view=${view}]`);
+  page.querySelector("#search").value = "LAYERS.1";
+  page.querySelector("#search").dispatchEvent(new Event("input"));
+  click("#tree a");
+  click(".pair > div:nth-child(2) rect[data-n='3']");
+  click("#about td a");
+  page.querySelector("rect").dispatchEvent(
+    Object.assign(new KeyboardEvent("keydown", { key: "Enter", bubbles: true })));
+  look();
+  click("[data-view=traffic]");
+  click("rect[data-z]");
+  document.body.dataset.error = page.body.dataset.error || "";
+  document.querySelector("pre").textContent = JSON.stringify(seen);
+};
+</script>"""
+
+
+@in_a_browser
+@pytest.mark.slow
+def test_in_a_frame_every_view_can_be_clicked_through(tmp_path):
+    frame = shardplan.explore(small())._repr_html_()
+    (tmp_path / "page.html").write_text(f"<pre></pre>{frame}{CLICKS}")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000"]
+    command = [CHROMIUM, *options, "--dump-dom", (tmp_path / "page.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 'data-error=""' in done.stdout
+    (text,) = re.findall("<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    views = json.loads(html.unescape(text))
+    beginnings = [view.split("\n")[0].strip() for view in views]
+    assert beginnings[:4] == ["What it costs", "layers.0.w", "rank", views[3].split("\n")[0]]
+    assert beginnings[4:8] == ["layers.1.w"] * 4
+    assert "wanted box 3" in views[5]
+    assert "saved box" in views[6]
+    assert "saved box 0" in views[7]
+    assert "1 × 1" in views[9]

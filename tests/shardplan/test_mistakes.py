@@ -75,7 +75,7 @@ def test_a_misspelt_dtype_is_told_the_nearest_one(wrong, right):
 
 
 def test_cast_by_dtype_is_told_that_it_goes_by_names():
-    with pytest.raises(TypeError, match=r"by pattern of names, not by torch\.float32"):
+    with pytest.raises(TypeError, match=r"by pattern of names, not by \[torch\.float32\]"):
         cast({torch.float32: torch.bfloat16})
 
 
@@ -124,7 +124,7 @@ def test_a_path_that_is_none_is_named(tmp_path):
         lambda: shardplan.latest(None),
         lambda: shardplan.prune(None, keep_last=1),
     ):
-        with pytest.raises(TypeError, match=r"the path is None; .*`latest` returns None"):
+        with pytest.raises(TypeError, match=r"the path is None \(`latest` returns None"):
             call()
 
 

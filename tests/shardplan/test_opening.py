@@ -226,7 +226,7 @@ def test_a_tensor_of_any_size_without_chunks_is_refused_before_memory_is_asked_f
     shardplan.save({"w": torch.ones(2)}, tmp_path)
 
     def enlarge(body):
-        body["layouts"].append({"size": [1 << 50], "offsets": [], "sizes": []})
+        body["layouts"].append({"size": [1 << 50], "chunks": 0, "offsets": [[]], "sizes": [[]]})
         body["places"].append([])
         tensors = body["tensors"]
         for key, value in (("names", "z"), ("properties", 0), ("layouts", 1), ("places", 1)):
@@ -268,7 +268,7 @@ def test_impossible_paths_in_a_manifest_are_damage(tmp_path, path):
     ("change", "told"),
     [
         ({"block_bytes": 0}, "block_bytes are 0"),
-        ({"sums": "00"}, "sums have 2 digits, and a checksum has sixteen"),
+        ({"places": [[[0, 1 << 30, 0]]]}, "a run stands for 1,073,741,824 numbers"),
         ({"planner_data": {"paths": [1]}}, "paths that are no object"),
     ],
 )

@@ -518,9 +518,8 @@ def test_a_value_or_small_tensor_that_differs_is_named_however_the_plan_was_made
         sd = state_of(comm.rank, stages=stages, **(change if comm.rank in changed else {}))
         return shardplan.save(sd, store, comm=comm, cache=caches[comm.rank], overwrite=True).how
 
-    way = "gathered" if stages else "derived"
     if known:
-        assert run_ranks(4, lambda comm: fn(comm, ())) == [way] * 4
+        assert run_ranks(4, lambda comm: fn(comm, ())) == ["derived"] * 4
         assert run_ranks(4, lambda comm: fn(comm, ())) == ["cached"] * 4
     with pytest.raises(CheckpointError) as caught:
         run_ranks(4, lambda comm: fn(comm, (1, 2)))
@@ -973,7 +972,7 @@ def test_a_tensor_without_elements_is_saved_though_no_rank_has_a_part_of_it(tmp_
 
 
 def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.io.formats.native.manifest._EMPTY_SEATS", 10)
+    monkeypatch.setattr("shardplan.io.formats.native.nesting._EMPTY_SEATS", 10)
     shardplan.save({"good": torch.ones(2)}, tmp_path)
     sparse = {"layers": [torch.ones(2) for _ in range(100)]}
     with pytest.raises(FormatError, match=r"could not be opened: its lists would have 100 entries"):
@@ -1067,6 +1066,25 @@ def test_small_tensors_are_read_once_and_sent_in_a_message_per_peer(store, targe
     assert 7 * unique <= sum(sends) < 8 * unique
     assert len(sends) <= 8 * 7
     assert max(spy.nbytes("meet") for spy in spies) < 6000
+
+
+def test_in_a_large_group_a_rank_connects_to_few_others(store):
+    whole = {f"w{i}": torch.full((256, 1024), float(i)) for i in range(6)}
+    shardplan.save(whole, store)
+    spies = []
+
+    def fn(comm):
+        spy = parts.SpyComm(comm)
+        spies.append(spy)
+        mine = parts.part(whole, "replicated", 40, comm.rank, parts.blank)
+        report = shardplan.load(mine, store, comm=spy, share_reads=True)
+        assert parts.same(mine, whole) == []
+        return report
+
+    reports = run_ranks(40, fn, timeout=120)
+    assert {report.total_read for report in reports} == {6 << 20}
+    assert sum(report.bytes_received for report in reports) == 39 * 6 << 20
+    assert max(len(spy.peers) for spy in spies) <= 6 + 6  # of lines of 7, and one in each column
 
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 1.0])

@@ -293,7 +293,7 @@ def test_a_chunk_that_cannot_be_read_is_told_and_the_others_are_checked(saved):
         (lambda text: text[:-1], "checksum does not fit"),
         (lambda text: b"", "not a manifest"),
         (lambda text: b"[]", "not a manifest"),
-        (lambda text: text.replace(b'"version":1', b'"version":9'), "version 9"),
+        (lambda text: text.replace(b'"version":3', b'"version":9'), "version 9"),
         (lambda text: text.replace(b"[4,3]", b"[3,4]"), "edited"),
     ],
 )

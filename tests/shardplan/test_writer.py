@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -146,7 +147,7 @@ def held(monkeypatch):
 
     def later(self):
         assert go.wait(30)
-        finish(self)
+        return finish(self)
 
     monkeypatch.setattr(Snapshot, "finish", later)
     yield go
@@ -181,6 +182,30 @@ def test_what_changes_before_staged_fails_the_save_and_the_next_one_works(tmp_pa
     assert files(tmp_path) == []
     shardplan.async_save({"m": model}, tmp_path, process=process, overlap=True).result(SOON)
     assert torch.equal(shardplan.restore(tmp_path)["m"]["bias"], model.bias)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_originals_are_let_go_as_soon_as_they_are_copied(tmp_path, overlap):
+    """What state_dict() returns may be temporary, and large."""
+    made = []
+
+    class Temporary:
+        def state_dict(self):
+            tensor = torch.ones(100)
+            made.append(weakref.ref(tensor))
+            return {"w": tensor}
+
+        def load_state_dict(self, state):
+            pass
+
+    go = threading.Event()
+    future = shardplan.async_save(
+        {"t": Temporary()}, tmp_path, overlap=overlap, progress=lambda *_: go.wait(30)
+    )
+    future.staged.result(SOON)
+    assert made[0]() is None
+    go.set()
+    future.result(SOON)
 
 
 def test_without_overlap_the_copy_is_complete_when_the_call_returns(tmp_path):
@@ -318,6 +343,18 @@ def test_a_killed_parent_leaves_no_writer_and_the_older_checkpoint_loads(tmp_pat
     assert shardplan.restore(tmp_path)["w"].tolist() == [0, 0]
     shardplan.save({"w": torch.ones(2)}, tmp_path, overwrite=True)
     assert shardplan.restore(tmp_path)["w"].tolist() == [1, 1]
+
+
+@pytest.mark.slow
+def test_a_process_that_the_killed_parent_had_forked_does_not_keep_the_writer_alive(tmp_path):
+    """It has inherited the connection, as the workers of a data loader do."""
+    then = (
+        "os.fork() or (os.close(1), os.close(2), __import__('time').sleep(30), os._exit(0)); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = run(tmp_path, then)
+    assert done.returncode == -signal.SIGKILL
+    assert ends(int(done.stdout.split()[0]))
 
 
 @pytest.mark.slow

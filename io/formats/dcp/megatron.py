@@ -79,9 +79,7 @@ class MegatronSource(DcpSource):
     def find_chunks(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
         """Find chunks in either; see `Source.find_chunks`."""
         common = [chunk for chunk in chunks if self._is_common(chunk[0])]
-        theirs = [
-            attrs.evolve(p, file=len(self.files) - 1) for p in self.common.find_chunks(common)
-        ]
+        theirs = [p._replace(file=len(self.files) - 1) for p in self.common.find_chunks(common)]
         return self._merged(chunks, dict(zip(common, theirs, strict=True)), super().find_chunks)
 
     def chunk_sums(self, chunks: Sequence[Chunk]) -> list[int | None]:

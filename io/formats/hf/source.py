@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
@@ -136,8 +136,7 @@ def _look(store: Store, file: str, index: str | None) -> Header | Fault:
         return Fault("header", file, error.reason)
 
 
-@attrs.frozen
-class _Place:
+class _Place(NamedTuple):
     file: int
     slot: Slot
 
@@ -167,7 +166,8 @@ class HfSource(Source):
         self.store, self.files = store, tuple(header.file for header in headers)
         self.beside = store if find_companions(store) else None
         self.header_bytes = sum(header.length for header in headers)
-        self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
+        last = [(slot, h.length) for h in headers for slot in [*h.slots.values()][-1:]]
+        self.data_bytes = sum(slot.begin + slot.nbytes - length for slot, length in last)
         self._places = _gather(headers, chosen.weights)
         self.tied = _find_ties(headers, self._places, chosen.weights)
         self._places |= {name: self._places[kept] for name, kept in self.tied.items()}
@@ -176,9 +176,14 @@ class HfSource(Source):
         if absent and chosen.index is not None:
             note = _excuse(store, absent, chosen.weights, chosen.index)
             self.notes = (f"{store.url}: {note}",)
-        self.metadata = Metadata(
-            {name: _entry(name, held, self.files) for name, held in self._places.items()}
-        )
+        kinds: dict[Any, TensorMetadata] = {}  # most tensors are cut as others are
+        entries = {}
+        for name, held in self._places.items():
+            key = tuple([place.slot.place for place in held])
+            if key not in kinds:
+                kinds[key] = _entry(name, held, self.files)
+            entries[name] = kinds[key]
+        self.metadata = Metadata(entries)
         if self.tied:
             pairs = listed([f"`{name}` to `{kept}`" for name, kept in self.tied.items()], quote="")
             _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)

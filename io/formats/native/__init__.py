@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
+    from .encoding import decode_manifest
+    from .manifest import find_manifest, read_manifest
+    from .record import MANIFEST, Manifest
     from .source import NativeSource
     from .write import NativeWriter
 
@@ -13,7 +15,9 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "write": "NativeWriter",
-        "manifest": "MANIFEST Manifest decode_manifest find_manifest read_manifest",
+        "encoding": "decode_manifest",
+        "manifest": "find_manifest read_manifest",
+        "record": "MANIFEST Manifest",
         "source": "NativeSource",
     },
 )

@@ -2,7 +2,8 @@
 
 1. Each file is opened, and its header compared with the manifest (`_Scanner`). This finds the
    chunks that can be checked at all, and where their blocks lie.
-2. Their bytes are compared with the checksums of the manifest (`check_regions`).
+2. Their bytes are compared with the checksums in the header or in the file's table, which the
+   manifest covers (`check_regions`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from ...values import StoredValue, load_value
 from ..base import Fault, FaultKind, Findings
 from ..checks import Region, check_regions
 from ..headers import Header, Slot
-from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
-from .source import Expected, Opened
+from .expected import Expected, Opened
+from .manifest import decode_manifest, find_manifest
+from .record import MANIFEST, Manifest
 
 
 def verify_native(
@@ -47,9 +49,10 @@ def verify_native(
     contradictions = tuple(_contradictions(manifest))
     progress.add(len(data))
     scanner = _Scanner(store, manifest, Expected(manifest), progress)
+    tables = set(manifest.files.tables.values())  # each is looked at with its file
     scans = pool.map(
         scanner.scan,
-        range(len(manifest.files)),
+        [number for number in range(len(manifest.files)) if number not in tables],
         nbytes=lambda number: scanner.expected.header_cost(number) + store.staging,
     )
     regions = [region for scan in scans for region in scan.regions]
@@ -112,6 +115,11 @@ class _Scanner:
             scan = _Scan(tuple(opened.faults), frozenset(wanted))
         else:
             scan = self._match(name, wanted, opened, opened.header)
+        table = files.tables.get(number)
+        if table is not None:
+            nbytes = scan.header_bytes + (0 if opened.sums is None else int(files.sizes[table]))
+            scan = attrs.evolve(scan, header_bytes=nbytes)
+            self.progress.add(int(files.sizes[table]))
         self.progress.add(size - scan.data_bytes)
         return scan
 
@@ -119,15 +127,19 @@ class _Scanner:
         self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: Opened, header: Header
     ) -> _Scan:
         """Compare the chunks of a header with those of the manifest, and cut them into blocks."""
-        good, bad = list[tuple[Slot, int]](), list[Fault]()
+        good, bad, unchecked = list[tuple[Slot, int]](), list[Fault](), list[str]()
         for name, (slot, at) in wanted.items():
             there = header.slots.get(name)
             fault = _slot_fault(file, slot, there, opened.size)
             if there is not None and fault is None:
-                good.append((there, at))
+                checksum = opened.sum_of(self.manifest, name, at)
+                if checksum is None:
+                    unchecked.append(name)
+                else:
+                    good.append((there, checksum))
             elif fault is not None:
                 bad.append(fault)
-        lost = frozenset(fault.key for fault in bad if fault.key is not None)
+        lost = frozenset([*unchecked, *(fault.key for fault in bad if fault.key is not None)])
         for name in sorted(header.slots.keys() - wanted.keys()):
             reason = "the header has it, and the manifest does not"
             bad.append(_chunk_fault("disagrees", file, reason, header.slots[name]))
@@ -142,10 +154,10 @@ class _Scanner:
                 file,
                 slot.begin,
                 lengths[edges[n] : edges[n + 1]],
-                int(self.manifest.sums[at]),
+                checksum,
                 (slot.name,),
             )
-            for n, (slot, at) in enumerate(good)
+            for n, (slot, checksum) in enumerate(good)
         ]
         return _Scan((*opened.faults, *bad), lost, header.length, regions, sum(lengths))
 

@@ -1,7 +1,9 @@
 """Writing our own format.
 
-Each rank writes its files straight out of tensor memory, in one pass, hashed on the way. Then one
-rank makes a manifest of what all wrote, and publishes it.
+Each rank writes its files straight out of tensor memory, in one pass, hashed on the way. The
+checksums go into each file's header, which is written last; where a store writes files from front
+to back, those of a large file go into a file of their own, its table. Then one rank makes a
+manifest of what all wrote, and publishes it.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, Final
 
 import attrs
@@ -17,7 +20,6 @@ import numpy as np
 from shardplan.planning import CodecError, Entries, Metadata, SavePlan, StorageMeta, flatten
 from shardplan.planning.columns import (
     DAMAGE,
-    Catalog,
     Ints,
     column,
     distinct,
@@ -25,7 +27,12 @@ from shardplan.planning.columns import (
     readonly,
     unpack,
 )
-from shardplan.planning.storage import BLOCK_BYTES, WritePlan, file_numbers, write_plan
+from shardplan.planning.storage import (
+    BLOCK_BYTES,
+    chunk_places,
+    table_name,
+    write_plan,
+)
 
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import FormatError, ValueRefusedError, listed
@@ -34,13 +41,16 @@ from ...execute.pieces import Piece, collect
 from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
-from ..base import CommitJob, Part, WriteJob, check_size
-from ..headers import Slot, build_header, refused_name
-from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of
+from ..base import CommitJob, Part, WriteJob
+from ..headers import Slot, build_header, refused_name, with_sums
+from .encoding import VERSION, encode_manifest
+from .manifest import read_manifest
+from .record import MANIFEST, FileTable, Manifest
 
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
 _SMALL: Final = 1 << 14  # bytes of a block that is copied to be written together with others
 _STAGED: Final = 96 << 20  # memory that copies for one file in the making may take
+_COLLECTED: Final = 16 << 20  # bytes of a file that is hashed before it is written, if need be
 _COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
 
 
@@ -79,7 +89,12 @@ class NativeWriter(FolderWriter):
 
 @attrs.frozen
 class WrittenFile:
-    """A data file that a rank wrote; `size` and `header` are lengths in bytes."""
+    """A file that a rank wrote; `size` and `header` are lengths in bytes.
+
+    Attributes:
+        number: Which of the rank's files it is; -1 for a table of checksums.
+        digest: The checksum of its header, or of a table.
+    """
 
     number: int
     name: str
@@ -93,13 +108,11 @@ class Written:
     """What one rank wrote, for whoever commits the checkpoint.
 
     Attributes:
-        sums: The checksum of each of its plan's items; 0 for an inline value.
         values: Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an
             inline one, or how many bytes another takes.
     """
 
     files: tuple[WrittenFile, ...]
-    sums: Sums
     values: Mapping[str, tuple[str, Any]]
 
     @property
@@ -109,17 +122,18 @@ class Written:
 
     def to_bytes(self) -> bytes:
         """Encode it, for the rank that commits."""
-        head = {"files": [attrs.astuple(f) for f in self.files], "values": dict(self.values)}
-        return pack(head, {"sums": self.sums.astype("<u8").tobytes()})
+        return pack(
+            {"files": [attrs.astuple(f) for f in self.files], "values": dict(self.values)}, {}
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Written:
         """Decode it."""
-        head, arrays = unpack(data)
+        head, _ = unpack(data)
         try:
             files = tuple(WrittenFile(*fields) for fields in head["files"])
             values = {name: (str(kind), data) for name, (kind, data) in head["values"].items()}
-            return cls(files, np.frombuffer(arrays["sums"], "<u8").astype(np.uint64), values)
+            return cls(files, values)
         except DAMAGE as error:
             raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
 
@@ -130,22 +144,18 @@ def write_rank(job: WriteJob, block_bytes: int = BLOCK_BYTES) -> Written:
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
     """
-    plan, store = job.plan, job.store
-    pieces, values = _collect_items(flatten(job.sd)[0], plan, job.progress)
-    files = _files(plan, write_plan(plan, job.rank, job.save_id), pieces, values)
-    headers = [build_header(file.name, file.slots, job.save_id) for file in files]
+    store = job.store
+    pieces, values = _collect_items(flatten(job.sd)[0], job.plan, job.progress)
+    files = _files(job, pieces, values)
     written = write_all(
         job,
-        {file.name: (file, header) for file, header in zip(files, headers, strict=True)},
-        lambda pair: pair[0].write(store, pair[1], block_bytes),
-        lambda pair: pair[0].staged(store.staging) + len(pair[1]),
+        {file.name: file for file in files},
+        lambda file: file.write(store, block_bytes),
+        lambda file: file.staged(store.staging) + len(file.header),
+        also=[table_name(file.name) for file in files if not file.is_summed],
     )
-    sums = np.zeros(len(plan.items), np.uint64)
-    for file, digests in zip(files, written, strict=True):
-        sums[file.rows] = digests
     kinds = {k: (v.kind, v.data if v.kind == "inline" else len(v.data)) for k, v in values.items()}
-    made = (file.described(header) for file, header in zip(files, headers, strict=True))
-    return Written(tuple(made), sums, kinds)
+    return Written(tuple(made for some in written for made in some), kinds)
 
 
 def _collect_items(
@@ -166,14 +176,26 @@ def _collect_items(
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write: the plan's items that lie in it, in order, and the bytes of each."""
+    """One file to write.
+
+    Attributes:
+        contents: The bytes of each of its items, in order; `slots` describes them.
+        header: Its header; checksums are yet to be put into it.
+        is_summed: Whether they are; else they go into a table.
+    """
 
     number: int
     name: str
-    rows: Sequence[int]
     contents: Sequence[Piece | bytes]
     slots: Sequence[Slot | Piece]
     nbytes: int  # of all items
+    header: bytes
+    is_summed: bool
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return len(self.header) + self.nbytes
 
     def staged(self, by_store: int) -> int:
         """Return how many bytes of memory it takes to write, given what the store may take."""
@@ -181,31 +203,58 @@ class _File:
         for one in self.contents:
             if isinstance(one, Piece) and (one.nbytes <= _SMALL or not one.is_plain):
                 rough += one.nbytes
-        return min(_COPIES * rough, _STAGED) + min(2 * self.nbytes, by_store)
+        return min(_COPIES * rough, _STAGED) + min(2 * self.size, by_store)
 
-    def described(self, header: bytes) -> WrittenFile:
+    def write(self, store: Store, block_bytes: int) -> tuple[WrittenFile, ...]:
+        """Write it, and its table if it has one."""
+        hashed = _Hashed(self.contents, block_bytes)
+        if not self.is_summed:
+            store.write(self.name, chain([self.header], hashed), nbytes=self.size)
+            table = hashed.sums.astype("<u8").tobytes()
+            store.write(table_name(self.name), [table], nbytes=len(table))
+            return self._described(self.header), _described_table(self.name, table)
+        if store.can_write_head_last:
+            parts, head = self._head_last(hashed), len(self.header)
+            store.write_head_last(self.name, parts, head=head, nbytes=self.size)
+        else:
+            pieces = list(hashed)
+            header = with_sums(self.header, hashed.sums)
+            store.write(self.name, [header, *pieces], nbytes=self.size)
+        return (self._described(with_sums(self.header, hashed.sums)),)
+
+    def _head_last(self, hashed: _Hashed) -> Iterator[memoryview]:
+        yield from hashed
+        yield memoryview(with_sums(self.header, hashed.sums))
+
+    def _described(self, header: bytes) -> WrittenFile:
         digest = hash_views([memoryview(header)])
-        size = len(header) + self.nbytes
-        return WrittenFile(self.number, self.name, size, len(header), digest)
+        return WrittenFile(self.number, self.name, self.size, len(header), digest)
 
-    def write(self, store: Store, header: bytes, block_bytes: int) -> list[int]:
-        """Write it, and return the checksum of each item."""
-        sums: list[int] = []
-        size = len(header) + self.nbytes
-        store.write(self.name, self._parts(header, block_bytes, sums), nbytes=size)
-        return sums
 
-    def _parts(self, header: bytes, block_bytes: int, sums: list[int]) -> Iterator[memoryview]:
-        """Yield the file's bytes in order; each item's checksum is appended once it was made.
+def _described_table(name: str, table: bytes) -> WrittenFile:
+    digest = hash_views([memoryview(table)])
+    return WrittenFile(-1, table_name(name), len(table), len(table), digest)
 
-        Small items are copied together, which is faster than to write each from where it is.
-        """
-        held: list[bytes | memoryview] = [header]
-        room = _PIECE - len(header)
-        for content in self.contents:
+
+class _Hashed:
+    """The bytes of a file behind its header, hashed as they are taken.
+
+    Small items are copied together, which is faster than to write each from where it is.
+
+    Attributes:
+        sums: The checksum of each item; all are known once all bytes were taken.
+    """
+
+    def __init__(self, contents: Sequence[Piece | bytes], block_bytes: int) -> None:
+        self._contents, self._block_bytes = contents, block_bytes
+        self.sums: Sums = np.zeros(len(contents), np.uint64)
+
+    def __iter__(self) -> Iterator[memoryview]:
+        held, room = list[memoryview](), _PIECE
+        for number, content in enumerate(self._contents):
             digests = []
-            for block in _blocks(content, block_bytes):
-                if len(block) > min(room, _SMALL):
+            for block in _blocks(content, self._block_bytes):
+                if held and len(block) > min(room, _SMALL):
                     yield memoryview(b"".join(held))
                     held, room = [], _PIECE
                 if len(block) <= _SMALL:
@@ -219,7 +268,7 @@ class _File:
                     state.update(block[start : start + _PIECE])
                     yield block[start : start + _PIECE]
                 digests.append(state.intdigest())
-            sums.append(combine(digests))
+            self.sums[number] = combine(digests)
         yield memoryview(b"".join(held))
 
 
@@ -233,13 +282,11 @@ def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
 
 
 def _files(
-    plan: SavePlan,
-    files: WritePlan,
-    pieces: Mapping[int, Piece],
-    values: Mapping[str, StoredValue],
+    job: WriteJob, pieces: Mapping[int, Piece], values: Mapping[str, StoredValue]
 ) -> list[_File]:
     """Return the files to write; inline values lie in none."""
-    catalog, row_of = plan.items.catalog, plan.items.row
+    files = write_plan(job.plan, job.rank, job.save_id)
+    catalog, row_of = job.plan.items.catalog, job.plan.items.row
     data: dict[int, bytes] = {}
     slots: dict[int, Slot | Piece] = {**pieces}
     for row in np.flatnonzero(catalog.is_bytes[row_of]).tolist():
@@ -253,7 +300,10 @@ def _files(
         if rows:
             contents = [data[row] if row in data else pieces[row] for row in rows]
             held = [slots[row] for row in rows]
-            found.append(_File(number, file, rows, contents, held, sum(s.nbytes for s in held)))
+            nbytes = sum(slot.nbytes for slot in held)
+            summed = job.store.can_write_head_last or nbytes <= _COLLECTED
+            header = build_header(file, held, job.save_id, summed=summed)
+            found.append(_File(number, file, contents, held, nbytes, header, summed))
     return found
 
 
@@ -270,54 +320,32 @@ def assemble(
     metadata = attrs.evolve(metadata, state_dict_metadata=_tensors_first(metadata))
     entries = metadata.state_dict_metadata
     values = {k: v for one in written for k, v in one.values.items()}
-    counts = [
-        len(entries.layouts[layout].tiling) if layout >= 0 else int(values[name][0] != "inline")
-        for name, layout in zip(entries.names, entries.layout.tolist(), strict=True)
-    ]
-    start = np.concatenate([[0], np.cumsum(column(counts))])
-    file, sums = _chunk_files(metadata, plans, written, start)
-    if (file < 0).any():
-        lost = entries.names[int(np.searchsorted(start, np.argmin(file), "right")) - 1]
-        raise ValueError(f"some of `{lost}` was not written; were plans and results mixed up?")
-    places, place = _places(file, start)
-    made = [f for one in written for f in one.files]
+    in_files = [name not in values or values[name][0] != "inline" for name in entries.names]
+    places = chunk_places(entries, plans, _numbered(written), in_files)
+    data = [file for one in written for file in one.files if file.number >= 0]
+    made = [*data, *(file for one in written for file in one.files if file.number < 0)]
     files = FileTable(
-        tuple(f.name for f in made),
-        column([f.size for f in made]),
-        column([f.header for f in made]),
-        tuple(f.digest for f in made),
+        tuple(file.name for file in made),
+        column([file.size for file in made]),
+        column([file.header for file in made]),
+        tuple(file.digest for file in made),
     )
-    version = str(version_of(values))
-    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version=version)
-    return Manifest(save_id, metadata, files, places, place, sums, values, created, block_bytes)
+    meta = StorageMeta(save_id=save_id)
+    metadata = attrs.evolve(metadata, storage_meta=meta, version=str(VERSION))
+    return Manifest(
+        save_id, metadata, files, places.columns, places.entry, values, created, block_bytes
+    )
 
 
-def _chunk_files(
-    metadata: Metadata, plans: Sequence[SavePlan], written: Sequence[Written], start: Ints
-) -> tuple[Ints, Sums]:
-    """Return, per chunk of the checkpoint, the number of its file and its checksum."""
-    file = np.full(int(start[-1]), -1, np.int64)
-    sums = np.zeros(int(start[-1]), np.uint64)
-    stored = np.diff(start) > 0  # all but inline values
-    first = 0  # how many files the ranks before have
-    catalog, rows = None, column([])
-    for plan, one in zip(plans, written, strict=True):
-        items = plan.items
-        if items.catalog is not catalog:  # ranks often share one
-            catalog, rows = items.catalog, _entries_of(items.catalog, metadata)
-        if len(items) and items.hint is None:
-            raise ValueError("these plans number no chunks; pass those that global_plan returned")
-        number = np.full(max((made.number for made in one.files), default=-1) + 1, -1, np.int64)
-        for position, made in enumerate(one.files):
-            number[made.number] = first + position
-        first += len(one.files)
-        if items.hint is None:
-            continue
-        row = rows[items.row]
-        kept = stored[row]
-        at = start[row[kept]] + np.maximum(items.hint[kept], 0)
-        file[at], sums[at] = number[file_numbers(plan)[kept]], one.sums[kept]
-    return file, sums
+def _numbered(written: Sequence[Written]) -> Ints:
+    """Number the data files of all ranks; one row a rank, one column a file, -1 for none."""
+    numbers = [[file.number for file in one.files if file.number >= 0] for one in written]
+    most = max((number for mine in numbers for number in mine), default=-1) + 1
+    found = np.full((len(written), most + 1), -1, np.int64)
+    rank = np.repeat(np.arange(len(numbers)), [len(mine) for mine in numbers])
+    flat = column([number for mine in numbers for number in mine])
+    found[rank, flat] = np.arange(len(flat))
+    return found
 
 
 def _tensors_first(metadata: Metadata) -> Entries:
@@ -329,26 +357,6 @@ def _tensors_first(metadata: Metadata) -> Entries:
     layout = np.where(entries.layout < 0, -1, np.searchsorted(used, entries.layout))[order]
     layouts = tuple(entries.layouts[number] for number in used.tolist())
     return Entries(names, entries.props, readonly(entries.prop[order]), layouts, readonly(layout))
-
-
-def _entries_of(catalog: Catalog, metadata: Metadata) -> Ints:
-    """Return which entry of the checkpoint each row of a catalog is; -1 if no item is of it."""
-    row_of = metadata.state_dict_metadata.row_of
-    return column([row_of.get(name, -1) for name in catalog.names])
-
-
-def _places(file: Ints, start: Ints) -> tuple[tuple[Ints, ...], Ints]:
-    """Find the distinct columns of file numbers, and which of them each entry has."""
-    distinct: dict[bytes, int] = {}
-    columns: list[Ints] = []
-    place = []
-    for low, high in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
-        key = file[low:high].tobytes()
-        number = distinct.setdefault(key, len(columns)) if low < high else -1
-        if number == len(columns):
-            columns.append(readonly(file[low:high].copy()))
-        place.append(number)
-    return tuple(columns), column(place)
 
 
 def publish(
@@ -373,7 +381,6 @@ def publish(
         with suppress(FormatError):
             old = read_manifest(store).files.names
     data = encode_manifest(manifest)
-    check_size(MANIFEST, len(data), "manifest")
     store.sync()
     _check_written(store, manifest.files, pool or default_pool())
     put_in_place(store, MANIFEST, data, overwrite=overwrite)

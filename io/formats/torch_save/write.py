@@ -33,7 +33,6 @@ from ..registry import known_formats
 from .archive import in_memory, lay_out, read_archive, zip_bytes
 from .names import explain, explain_name, load_archive, load_nested
 from .standins import row_major
-from .unpickler import PickleError
 
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
 _SCALARS: Final = (bool, float, type(None))
@@ -142,26 +141,18 @@ def _pickle(
     order = {head[0]: place.get(head[1], len(place)) for head in plan.items.catalog.heads}
     held = {**leaves, **values}
     nested = unflatten({name: held[name] for name in sorted(held, key=order.__getitem__)}, paths)
-    pickled, hidden, why = _safe_pickle(nested, len({leaf.key for leaf in leaves.values()}))
-    reasons = dict(refused)
+    # Tensors that are alike are pickled alike: one of each kind is looked at.
+    kinds = {(leaf.dtype, leaf.parameter, leaf.requires_grad): leaf for leaf in leaves.values()}
+    keys = [key for path in paths.values() for _, key in path if type(key) not in (str, int)]
+    count = len({leaf.key for leaf in leaves.values()})
+    reasons, why = dict(refused), _why_unsafe([*kinds.values(), *values.values(), keys], count)
     if why is not None:
-        whys = {key: (value, _safe_pickle(value)[2]) for key, value in values.items()}
+        whys = {key: (value, _why_unsafe(value)) for key, value in values.items()}
         unsafe = {key: _explain_value(value, why) for key, (value, why) in whys.items() if why}
         reasons |= unsafe or {"keys": f"of the state dict: it {why}"}
     if reasons:
         raise ValueRefusedError(reasons)
-    return pickled, hidden
-
-
-def _safe_pickle(
-    nested: Any, first: int = 0
-) -> tuple[bytes, list[torch.UntypedStorage], str | None]:
-    """Return what `pickle_nested` does, and why `torch.load` would refuse it, if it would."""
-    try:
-        pickled, hidden = pickle_nested(nested, first)
-        return pickled, hidden, _why_unsafe(pickled)
-    except Exception as error:  # pickling may fail in any way that a class thinks of
-        return b"", [], explain(error)
+    return pickle_nested(nested, count)
 
 
 def _storage_piece(storage: Any) -> Piece:
@@ -211,11 +202,11 @@ def dump_value(value: Any) -> bytes:
     return data
 
 
-def _why_unsafe(data: bytes) -> str | None:
-    """Return why torch would not load a pickle with ``weights_only=True``; None if it would."""
+def _why_unsafe(value: Any, first: int = 0) -> str | None:
+    """Return why torch would not load a value with ``weights_only=True``; None if it would."""
     try:
-        names = load_nested(data).names
-    except PickleError as error:
+        names = load_nested(pickle_nested(value, first)[0]).names
+    except Exception as error:  # pickling may fail in any way that a class thinks of
         return explain(error)
     allowed: Any = _weights_only_unpickler
     known = {**allowed._get_allowed_globals(), **allowed._get_user_allowed_globals()}
@@ -243,6 +234,9 @@ class _Storage:
     numel: int
 
 
+_SIMPLE: Final = frozenset((str, int, tuple, bool, dict, list, OrderedDict))
+
+
 class _Pickler(pickle.Pickler):
     """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them."""
 
@@ -252,6 +246,8 @@ class _Pickler(pickle.Pickler):
         self.storages: list[torch.UntypedStorage] = []
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _SIMPLE:
+            return None
         if type(obj) is _Storage:
             return "storage", obj.kind, obj.key, "cpu", obj.numel
         if isinstance(obj, torch.UntypedStorage):

@@ -233,11 +233,21 @@ def in_lines(pair, limits, max_gap=0):
 
 @pytest.mark.parametrize("plan", [by_rule, in_lines, by_transfers])
 @given(pair=WORLDS, limits=LIMITS, max_gap=GAPS)
-def test_every_rank_gets_each_element_that_it_needs_once(plan, pair, limits, max_gap):
+def test_every_rank_gets_what_it_needs_once_in_a_message_per_peer_and_round(
+    plan, pair, limits, max_gap
+):
     world = plan(pair, limits, max_gap)
     filled, _ = carry_out(world)
     for mine, load in zip(filled, world.plans, strict=True):
         assert mine == {place: [cell] for place, cell in wanted(load).items()}
+    for mine in world.rounds:
+        for one in mine.rounds:
+            messages = (*one.outgoing, *one.passed_on)
+            targets = [target for message in messages for target in message.targets]
+            assert len(targets) == len(set(targets))
+            sources = [message.source for message in (*one.incoming, *one.relayed)]
+            assert len(sources) == len(set(sources))
+    assert sum(mine.sent for mine in world.rounds) == sum(mine.received for mine in world.rounds)
 
 
 @pytest.mark.parametrize("plan", [by_rule, in_lines])
@@ -254,20 +264,6 @@ def test_each_element_is_read_once_per_group_that_needs_it(plan, pair, limits):
                 for cell in box_cells(shared, row) if len(group) > 1 else cells(read):
                     needed[cell].add(group)
     assert sum(was_read, Counter()) == {cell: len(groups) for cell, groups in needed.items()}
-
-
-@pytest.mark.parametrize("plan", [by_rule, in_lines, by_transfers])
-@given(pair=WORLDS, limits=LIMITS, max_gap=GAPS)
-def test_a_rank_sends_another_at_most_one_message_a_round(plan, pair, limits, max_gap):
-    world = plan(pair, limits, max_gap)
-    for mine in world.rounds:
-        for one in mine.rounds:
-            messages = (*one.outgoing, *one.passed_on)
-            targets = [target for message in messages for target in message.targets]
-            assert len(targets) == len(set(targets))
-            sources = [message.source for message in (*one.incoming, *one.relayed)]
-            assert len(sources) == len(set(sources))
-    assert sum(mine.sent for mine in world.rounds) == sum(mine.received for mine in world.rounds)
 
 
 @given(WORLDS, LIMITS)

@@ -60,7 +60,7 @@ def test_every_wanted_element_arrives_once_with_its_value(world):
     plan, ranks = planned(world)
     saved = written(_once(source, plan.metadata), tensors)
     for rank, own, after in zip(ranks, wanted, target, strict=True):
-        got = filled(plan.plans[rank], saved, after, rank)
+        got = filled(plan.part(rank), saved, after, rank)
         out = {(i.source.fqn, i.tensor_data.chunk) for i in after.left_out or ()}
         for item in own.items:
             name, chunk = item.index.fqn, item.tensor_data.chunk
@@ -127,7 +127,7 @@ def test_rounds_hold_every_transfer_once_alike_on_both_sides_in_bounded_memory(w
     ]
 
     def parcels(rank, peer, side):
-        own = plan.plans[rank].transfers
+        own = plan.part(rank).transfers
         return [
             [(own[p.row].read, p.offsets, p.sizes) for p in parcel.parts]
             for one in rounds[rank]
@@ -153,7 +153,7 @@ def test_rounds_hold_every_transfer_once_alike_on_both_sides_in_bounded_memory(w
             for p in parcel.parts
             for offset in _cells(p)
         ]
-        moved = plan.plans[rank].transfers
+        moved = plan.part(rank).transfers
         assert len(rows) == len(set(rows))
         assert len(rows) == sum(math.prod(t.read.lengths) for t in moved)
 
