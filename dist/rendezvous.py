@@ -4,8 +4,8 @@ A meeting takes a constant number of requests per rank:
 
 1. Each rank appends its note to that of its batch, and counts itself in. The rank that comes last
    sets ``<number>/all``, for which the coordinator waits.
-2. The coordinator reads the notes, one batch at a time. It sets ``<number>/begun``, and may take its
-   time to compute an answer.
+2. The coordinator reads the notes, one batch at a time. It sets ``<number>/begun``, and may take
+   its time to compute an answer.
 3. It writes ``<number>/verdict``, with its answer, for which all other ranks wait.
 
 Long messages are stored in pieces. To wait is one request, which the store answers when the key is
