@@ -4,7 +4,8 @@ A meeting takes a constant number of requests per rank:
 
 1. Each rank appends its note to that of its batch, and counts itself in. The rank that comes last
    sets ``<number>/all``, for which the coordinator waits.
-2. The coordinator reads the notes, one batch at a time. It may take its time to compute an answer.
+2. The coordinator reads the notes, one batch at a time. It sets ``<number>/begun``, and may take
+   its time to compute an answer.
 3. It writes ``<number>/verdict``, with its answer, for which all other ranks wait.
 
 Long messages are stored in pieces. To wait is one request, which the store answers when the key is
@@ -223,6 +224,7 @@ class Meetings:
         lost = _blamed(suspects) or astray
         if lost:
             return lost, []
+        self.store.set(self._key("begun"), "")  # from now on this rank computes its answer
         messages = [came[place].data for place in range(len(self.ranks))]
         messages[self.rank] = data
         return {}, [
@@ -238,7 +240,7 @@ class Meetings:
             old = []
         else:  # all are here, and have read the last answer
             batches = [f"notes/{batch}" for batch in range(self._batches)]
-            old += [self._key(name) for name in ("open", "all", *batches)]
+            old += [self._key(name) for name in ("open", "all", "begun", *batches)]
             self.stored.append(self._key("verdict"))
         self.worker.post(lambda: self._forget(old, number))
         return lost
@@ -265,13 +267,13 @@ class Meetings:
 
     def _unanswered(self, topic: str) -> dict[int, str]:
         """Wait for the verdict; if none comes, return the lost ranks."""
-        verdict, opened, everyone = map(self._key, ("verdict", "open", "all"))
+        verdict, opened, begun = map(self._key, ("verdict", "open", "begun"))
         dead = self._dead(verdict)
         if dead:
             return dead
         # The coordinator may come late, then wait as long for the others, and compute for as long.
         longer = self.timeout + GRACE / 2
-        for sooner, limit in ((opened, self.timeout), (everyone, longer), ("", longer)):
+        for sooner, limit in ((opened, self.timeout), (begun, longer), ("", longer)):
             found = self._wait(verdict, limit, sooner)
             if found == verdict:
                 return {}
