@@ -433,7 +433,7 @@ Curves = Mapping[str, Sequence[tuple[float, float]]]
 def picture(results: Sequence[Mapping[str, Any]]) -> str:
     """Draw how the manifest, opening it and the commit grow with the ranks."""
     panels = (
-        ("bytes of the manifest", "manifest_bytes", human_bytes),
+        ("bytes of the manifest", "manifest_bytes", lambda v: f"{v / 1e6:g} MB"),
         ("seconds to open it", "open_s", lambda v: f"{v:g} s"),
         ("seconds to commit", "commit_s", lambda v: f"{v:g} s"),
     )
