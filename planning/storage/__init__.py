@@ -31,9 +31,12 @@ if TYPE_CHECKING:
         FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
     )  # fmt: skip
     from .shared_reads import (  # isort: skip
-        MOST_PEERS, MOST_READS, RUN_BYTES, SMALL_BYTES, Audience, Group, Lines, Need, SharedReads,
-        Turns, Wants, Way, need_of, plan_bytes, replica_groups, shared_by_rule,
-        shared_by_transfers, sharing_way, turns_of, wants_of,
+        MOST_PEERS, RUN_BYTES, Audience, Lines, SharedReads, Turns, shared_by_rule,
+        shared_by_transfers, turns_of,
+    )  # fmt: skip
+    from .wants import (  # isort: skip
+        MOST_READS, SMALL_BYTES, Group, Need, Wants, Way, need_of, plan_bytes, replica_groups,
+        sharing_way, wants_of,
     )  # fmt: skip
     from .rounds import (  # isort: skip
         Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
@@ -75,9 +78,12 @@ __getattr__, __dir__ = door(
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
         "shared_reads": (
-            "MOST_PEERS MOST_READS RUN_BYTES SMALL_BYTES Audience Group Lines Need SharedReads "
-            "Turns Wants Way need_of plan_bytes replica_groups shared_by_rule shared_by_transfers "
-            "sharing_way turns_of wants_of"
+            "MOST_PEERS RUN_BYTES Audience Lines SharedReads Turns shared_by_rule "
+            "shared_by_transfers turns_of"
+        ),
+        "wants": (
+            "MOST_READS SMALL_BYTES Group Need Wants Way need_of plan_bytes replica_groups "
+            "sharing_way wants_of"
         ),
         "rounds": (
             "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "

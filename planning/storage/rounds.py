@@ -24,7 +24,8 @@ from ..metadata import Metadata
 from ..records import LoadItemType
 from .blocks import Located, locate_reads
 from .ranges import fetched
-from .shared_reads import SharedReads, read_widths
+from .shared_reads import SharedReads
+from .wants import read_widths
 
 _ALIGNED = 16  # bytes: regions of any dtype begin at a multiple
 
