@@ -31,7 +31,7 @@ from shardplan.planning.columns import ReadItems, unpack
 from shardplan.planning.storage import (
     Exchange,
     Parcel,
-    Part,
+    ParcelPart,
     boxes_of,
     transfer_rounds,
     value_reads,
@@ -41,13 +41,13 @@ from ._memory import destinations, refuse_fixed
 from ._read import Destinations, decode_values, encode_values, leaving
 from ._report import Stopwatch
 
-__all__ = ["Moving", "Target"]
+__all__ = ["Moving", "Filled"]
 
 _ROUND_BYTES: Final = 256 << 20  # that a rank sends at a time, and receives
 
 
 @attrs.frozen(eq=False)
-class Target:
+class Filled:
     """A state dict to be filled: as it is, flattened, and the path of each name."""
 
     state: Mapping[Any, Any]
@@ -76,7 +76,7 @@ class Moving:
 
     @classmethod
     def of(
-        cls, comm: Comm, source: Mapping[str, Any] | None, target: Target | None, reply: bytes
+        cls, comm: Comm, source: Mapping[str, Any] | None, target: Filled | None, reply: bytes
     ) -> Moving:
         """Find the memory of this rank's part, and refuse what cannot be sent or filled."""
         header, parts = unpack(reply)
@@ -213,7 +213,7 @@ class _Landing:
 
     peer: int
     view: memoryview
-    boxes: Sequence[tuple[Window, Part, str]] = ()
+    boxes: Sequence[tuple[Window, ParcelPart, str]] = ()
 
     @classmethod
     def of(cls, parcel: Parcel, reads: _Reads, window: Callable[[int], Window]) -> _Landing:

@@ -35,7 +35,7 @@ from shardplan.planning.passes import Stages
 from shardplan.planning.storage import plan_bytes
 
 from ._comm import as_comm, place_of
-from ._moving import Moving, Target
+from ._moving import Filled, Moving
 from ._passes import run_passes
 from ._report import Stopwatch, Timed, logged
 from ._state import State, expand, give_back, part, put, unpart
@@ -182,7 +182,7 @@ class _Ends:
     """What one rank gives, flattened, and what it wants, with their plans; None if nothing."""
 
     source: Mapping[str, Any] | None
-    target: Target | None
+    target: Filled | None
     plans: Mapping[str, SavePlan]
 
     @classmethod
@@ -195,7 +195,7 @@ class _Ends:
         plans = {"given": give, "wanted": want}
         return cls(
             None if give is None else flatten(give)[0],
-            None if want is None else Target(want, *flatten(want)),
+            None if want is None else Filled(want, *flatten(want)),
             {end: local_plan(state) for end, state in plans.items() if state is not None},
         )
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,60 @@ def test_type_checkers_find_the_names_of_a_door_where_it_finds_them(path):
     }
     modules = {p.stem for p in path.parent.glob("*.py")} | {p.name for p in path.parent.iterdir()}
     assert modules.isdisjoint(name for names in loaded.values() for name in names.split())
+
+
+# One name, one meaning
+
+# A command is named as the function that it runs, and `dcp` has torch's own names.
+NAMED_AS_THE_VERB = ("cli", "dcp")
+# What each of these is, its folder says: one per format, room or layer.
+MODULES_BY_FOLDER = {"base", "comm", "errors", "source", "verify", "write"}
+# What decides or describes, in planning, and what does it or offers it to users.
+PLANNED_AND_DONE = {
+    "diff", "explore", "fetch", "layouts", "load", "metadata", "pieces", "quantized", "read",
+    "records", "retention", "save", "tensors", "transfer",
+}  # fmt: skip
+SHARED_MODULES = {
+    "frames": "columns that say how two frames differ, and oracles for them",
+    "keys": "state dicts whose keys differ by rank, and passes that change keys",
+    "strategies": "the address that users import them from",
+    "names": "lists of names in short, and the names that pickles may use",
+}
+SHARED_NAMES = {
+    "Change": "a line of each of two reports, which print under that word",
+    "pad": "a pass, and what numpy calls it for one array",
+    "permute": "a pass, and what torch calls it for one tensor",
+    "save_state": "accelerate's own name for it",
+    "split": "a pass, and what MPI calls the parting of a group of ranks",
+}
+
+
+def own_modules():
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            is_named = path.name not in ("__init__.py", "__main__.py")
+            if is_named and path.relative_to(ROOT).parts[1] not in NAMED_AS_THE_VERB:
+                yield path
+
+
+def public_names(path):
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            yield node.name
+
+
+def repeated(names):
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_one_module_name_has_one_meaning():
+    shared = repeated(path.stem.strip("_") for path in own_modules())
+    assert shared == MODULES_BY_FOLDER | set(PLANNED_AND_DONE) | set(SHARED_MODULES)
+
+
+def test_one_name_of_a_class_or_function_has_one_meaning():
+    shared = repeated(name for path in own_modules() for name in {*public_names(path)})
+    assert shared == set(SHARED_NAMES)
 
 
 # The map of the code

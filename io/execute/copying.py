@@ -33,7 +33,7 @@ __all__ = [
     "Block",
     "Content",
     "FileContents",
-    "Made",
+    "Deferred",
     "Seal",
     "Stretch",
     "literal",
@@ -72,7 +72,7 @@ class Stretch:
 
 
 @attrs.frozen(eq=False)
-class Made:
+class Deferred:
     """Some megabytes that do not lie anywhere yet."""
 
     nbytes: int  # how many bytes they are
@@ -83,7 +83,7 @@ class Made:
 class Block:
     """Some megabytes to write."""
 
-    parts: Sequence[memoryview | Stretch | Made]  # where they lie, in order
+    parts: Sequence[memoryview | Stretch | Deferred]  # where they lie, in order
     done: Callable[[], object] = lambda: None  # called when they were read
 
     @property
@@ -195,7 +195,7 @@ class FileContents:
         """
         contents = self._describe(True)
         blocks, seals = _place(contents)
-        made = any(isinstance(part, Made) for one in blocks for part in one.block.parts)
+        made = any(isinstance(part, Deferred) for one in blocks for part in one.block.parts)
         tasks = write_tasks(column([one.block.nbytes for one in blocks]))
         threads = min(self._threads, len(tasks))
         if made or threads < 2:  # what must be made is read ahead, in order
@@ -382,8 +382,8 @@ def _fill(fd: int, stretch: Stretch, offset: int, view: memoryview) -> None:
         offset, view = offset + done, view[done:]
 
 
-def _cut(part: memoryview | Made) -> Iterator[memoryview]:
-    view = _checked(part.make(), part.nbytes) if isinstance(part, Made) else part
+def _cut(part: memoryview | Deferred) -> Iterator[memoryview]:
+    view = _checked(part.make(), part.nbytes) if isinstance(part, Deferred) else part
     return (view[i : i + PIECE] for i in range(0, view.nbytes, PIECE))
 
 

@@ -29,7 +29,7 @@ from ..errors import FormatError, LoadError
 from ..formats.base import ChunkPlace, Source
 from ..pool import Progress
 from ..stores.base import StoreError
-from ..tensors import direct_bytes, flat_memory, is_plain, runs
+from ..tensors import direct_bytes, flat_memory, is_plain, memory_runs
 from ..windows import Window
 
 __all__ = ["Chunks", "Dests", "Fetch", "chunks_of", "places_of", "stopped_error"]
@@ -337,7 +337,7 @@ class _Staged:
         if whole is not None:
             return cls(_slices(whole, run), box)
         if tensor is not None and run >= SMALL:
-            return cls(runs(tensor, run), box)
+            return cls(memory_runs(tensor, run), box)
         staged = np.empty(nbytes, np.uint8)
         return cls(_slices(staged.data, span), box, staged, strides)
 

@@ -41,7 +41,7 @@ from ..tensors import (
     torch_dtype,
 )
 from ..windows import Window
-from .copying import Block, Made
+from .copying import Block, Deferred
 
 __all__ = [
     "Kept",
@@ -222,7 +222,7 @@ class Piece:
     def made_blocks(self) -> list[Block]:
         """Return its blocks, to be made as they are written."""
         width, cut = itemsize(self.dtype), boxes_of(self.shape, self.dtype) if self.nbytes else ()
-        made = [Made(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
+        made = [Deferred(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
         return [Block([one], partial(self._report, one.nbytes)) for one in made]
 
     def lying_blocks(self) -> list[Block] | None:

@@ -65,7 +65,7 @@ def pad(columns: Ints, axes: int, value: int) -> Ints:
 
 
 @attrs.frozen(eq=False, repr=False, weakref_slot=False)
-class Table:
+class ColumnTable:
     """An attrs record of columns: arrays, and tables of as many rows. All rows share the rest."""
 
     def take(self, rows: Index | slice) -> Self:
@@ -106,11 +106,11 @@ def _taken(value: Any, rows: Index | slice) -> Any:
         return None
     if isinstance(value, np.ndarray):
         return readonly(value[rows])
-    return value.take(rows) if isinstance(value, Table) else value
+    return value.take(rows) if isinstance(value, ColumnTable) else value
 
 
 def _concat(values: Sequence[Any], fill: int) -> Any:
-    if isinstance(values[0], Table):
+    if isinstance(values[0], ColumnTable):
         return type(values[0]).concat(values)
     if not isinstance(values[0], np.ndarray):
         return values[0]
@@ -123,7 +123,7 @@ def _concat(values: Sequence[Any], fill: int) -> Any:
 def _equals(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, np.ndarray):
         return np.array_equal(mine, theirs)
-    return mine.same(theirs) if isinstance(mine, Table) else bool(mine == theirs)
+    return mine.same(theirs) if isinstance(mine, ColumnTable) else bool(mine == theirs)
 
 
 def row_tuples(table: Ints, widths: Ints) -> list[tuple[int, ...]]:

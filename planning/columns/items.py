@@ -20,7 +20,7 @@ from ..geometry.tilings import MAX_AXES, Chunk
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 
 from .arrays import (  # isort: skip
-    DAMAGE, Columns, Ints, Table, column, flat, numbered, pack, pack_names, padded, readonly,
+    DAMAGE, Columns, Ints, ColumnTable, column, flat, numbered, pack, pack_names, padded, readonly,
     pad, row_tuples, unpack, unpack_names, within,
 )  # fmt: skip
 from .frames import Coded, SourceFrame, check_boxes
@@ -173,7 +173,7 @@ def merge_catalogs(*catalogs: Catalog) -> Merged:
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class WriteItems(Table, Columns[WriteItem]):
+class WriteItems(ColumnTable, Columns[WriteItem]):
     """A plan's `WriteItem`s."""
 
     catalog: Catalog  # their tensors

@@ -159,7 +159,7 @@ class GridOverlap:
     def pieces(self, rows: Ints | None = None) -> Overlap:
         """Return the pieces, or those of the given numbers among all of them, in that order."""
         if rows is None:
-            piece, within = expand(self.cells)
+            piece, within = grid_cells(self.cells)
         else:
             ends = np.cumsum(self.count)
             piece = np.searchsorted(ends, rows, side="right")
@@ -181,10 +181,10 @@ class GridOverlap:
         return Overlap(piece, chunk, lows, lengths, anchors)
 
 
-def expand(counts: Ints) -> tuple[Ints, Ints]:
+def grid_cells(counts: Ints) -> tuple[Ints, Ints]:
     """Enumerate the cells of many small grids, row-major; return each cell's grid and position.
 
-    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))  # cells along each axis, one row per grid
+    >>> row, cell = grid_cells(np.array([[1, 2], [2, 1]]))  # cells along each axis; a row a grid
     >>> row.tolist(), cell.tolist()
     ([0, 0, 1, 1], [[0, 0], [0, 1], [0, 0], [1, 0]])
     """

@@ -22,7 +22,7 @@ from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
 from ..tree import FrozenDict, flatten, is_tensor, nesting_data, nodes_of
-from .layouts import Held, Holdings, SpecLayout
+from .layouts import Holding, Holdings, SpecLayout
 from .placements import (
     Mesh,
     Only,
@@ -86,7 +86,7 @@ class WorldPlans(Printed, Columns[SavePlan]):
     @cached_property
     def holdings(self) -> Holdings:
         """Who holds which boxes of what."""
-        value = Held.value(np.arange(len(self)))
+        value = Holding.value(np.arange(len(self)))
         return Holdings(self.catalog, [*self.layouts, value], self._numbers)
 
     @cached_property

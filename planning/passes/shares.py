@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, Table, distinct, group_rows, numbered, pad
+from ..columns.arrays import ColumnTable, Ints, distinct, group_rows, numbered, pad
 
 _EVEN: Final = 1.05  # max over mean: pour or search above this
 _GOOD: Final = 1.001  # max over mean: stop the search below this
@@ -41,7 +41,7 @@ class Shared:
 
 
 @attrs.frozen(eq=False)
-class Shares(Table):
+class Shares(ColumnTable):
     """What each holder writes of the chunks of a `Shared`; by chunk, then by place in it."""
 
     chunk: Ints  # the row of the chunk

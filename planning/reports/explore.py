@@ -76,12 +76,12 @@ def explorer_data(report: Report) -> dict[str, Any]:
         "figures": [[label, value] for label, value in figures(report)],
         "warnings": list(report.warnings),
         "ranks": len(costs),
-        "bytes": runs(costs.nbytes),
-        "requests": runs(costs.requests),
+        "bytes": rule_runs(costs.nbytes),
+        "requests": rule_runs(costs.requests),
         "seconds": [float(f"{s:.3g}") for s in (report.totals.seconds,)],
         "storage": report.model.storage_bandwidth,
         "latency": report.model.request_latency / report.model.parallel_requests,
-        "writers": None if writers is None else [runs(c) for c in writers.columns],
+        "writers": None if writers is None else [rule_runs(c) for c in writers.columns],
         "names": [entries.names[row] for case in cases for row in case.rows.tolist()],
         "dtypes": [
             entries.props[entries.prop[row]].dtype for case in cases for row in case.rows.tolist()
@@ -96,26 +96,26 @@ def _case(case: _Case, metadata: Metadata, sizes: Ints, writers: Writers | None)
         "size": list(layout.size),
         "saved": _tiling(case.saved),
         "wanted": _tiling(case.wanted),
-        "holders": runs(case.holders.ravel()),
+        "holders": rule_runs(case.holders.ravel()),
         "each": case.holders.shape[1],
-        "itemsizes": runs(sizes[case.rows]),
-        "writers": None if writers is None else runs(writers.column[case.rows]),
+        "itemsizes": rule_runs(sizes[case.rows]),
+        "writers": None if writers is None else rule_runs(writers.column[case.rows]),
     }
 
 
 def _tiling(tiling: Tiling) -> dict[str, Any]:
     if isinstance(tiling, Grid):
-        return {"cuts": [runs(cuts) for cuts in tiling.cuts]}
+        return {"cuts": [rule_runs(cuts) for cuts in tiling.cuts]}
     return {
-        "offsets": [runs(axis) for axis in tiling.offsets.T],
-        "sizes": [runs(axis) for axis in tiling.sizes.T],
+        "offsets": [rule_runs(axis) for axis in tiling.offsets.T],
+        "sizes": [rule_runs(axis) for axis in tiling.sizes.T],
         "count": len(tiling),
     }
 
 
 def _writers(writers: Writers | None) -> Writers | None:
     """Return the writers, unless there is too much to say of them."""
-    if writers is None or sum(len(runs(c)) for c in writers.columns) > _MOST_WRITERS:
+    if writers is None or sum(len(rule_runs(c)) for c in writers.columns) > _MOST_WRITERS:
         return None
     return writers
 
@@ -147,10 +147,10 @@ def _cases_of_loads(metadata: Metadata, plans: Iterable[LoadPlan]) -> list[_Case
     return cases
 
 
-def runs(values: Ints) -> list[Any]:
+def rule_runs(values: Ints) -> list[Any]:
     """Return a column as numbers and runs ``[first, count, step]``.
 
-    >>> runs(np.array([0, 8, 16, 24, 7, 7, 7, 7, 3]))
+    >>> rule_runs(np.array([0, 8, 16, 24, 7, 7, 7, 7, 3]))
     [[0, 4, 8], [7, 4, 0], 3]
     """
     if len(values) < 2:

@@ -180,7 +180,7 @@ def _keys(plan: SavePlan) -> frozenset[str]:
 
 
 @attrs.frozen(eq=False)
-class _Rows(arrays.Table):
+class _Rows(arrays.ColumnTable):
     """Items of all ranks, one row each; both sides of a pass number the same tables."""
 
     names: Sequence[str]  # the tables: names, dtypes (empty for a non-tensor value) and shapes

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Columns, Ints, Table, column, group_rows, pad
+from ..columns.arrays import Columns, ColumnTable, Ints, column, group_rows, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
@@ -60,7 +60,7 @@ class FileCost:
     readers: int  # how many ranks read it; 0 in a save
 
 
-class _Figures(Table, Columns[T]):
+class _Figures(ColumnTable, Columns[T]):
     """Records of numbers; one column a field, None where a figure is unknown."""
 
     _record: ClassVar[Any]
@@ -235,7 +235,7 @@ def load_traffic(
 
 
 @attrs.frozen(eq=False)
-class _Pieces(Table):
+class _Pieces(ColumnTable):
     """What all ranks read or receive; one row a piece."""
 
     rank: Ints  # the rank that gets it

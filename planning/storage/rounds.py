@@ -41,7 +41,7 @@ class Region:
 
 
 @attrs.frozen
-class Piece(Region):
+class ReadRegion(Region):
     """A region that this rank reads, and where it lies in what the round reads."""
 
     read: int  # the row of the round's reads that brings it
@@ -75,7 +75,7 @@ class Round:
 
     reads: ReadItems  # what it reads from storage, and ``dtypes``, what each read is stored as
     dtypes: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ReadRegion, ...]
     outgoing: tuple[Outgoing, ...]
     incoming: tuple[Incoming, ...]
     # Once that has come: what it passes on, and what is passed on to it.
@@ -303,11 +303,11 @@ class _Table:
         if far:
             yield Outgoing(far, tuple(numbers))
 
-    def _piece(self, rows: list[int], read: int, reads: ReadItems) -> Piece:
+    def _piece(self, rows: list[int], read: int, reads: ReadItems) -> ReadRegion:
         row, shared = rows[0], self.shared
         axes = int(shared.reads.ndim[row])
         offsets = shared.offsets[row] - reads.storage_offsets[read]
-        return Piece(
+        return ReadRegion(
             tuple(row for row in rows if shared.own[row]),
             self._dtype(row),
             self._sizes(row),

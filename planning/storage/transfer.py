@@ -35,7 +35,7 @@ from ..text import Printed, Sheet, Table, counted, human_bytes
 from .blocks import BLOCK_BYTES, boxes_of
 from .shared_reads import read_widths
 
-__all__ = ["Exchange", "Parcel", "Part", "TransferPlan", "transfer_plan", "transfer_rounds"]
+__all__ = ["Exchange", "Parcel", "ParcelPart", "TransferPlan", "transfer_plan", "transfer_rounds"]
 
 _SMALL: Final = 1 << 20  # bytes of a part that is sent together with others
 _SHOWN: Final = 16  # ranks
@@ -259,7 +259,7 @@ class _Holders:
 
 
 @attrs.frozen
-class Part:
+class ParcelPart:
     """A box of a read: the row of the plan's transfers, and the box in what it reads."""
 
     row: int
@@ -273,7 +273,7 @@ class Parcel:
     """Parts that go to one rank, or come from one rank, as one message."""
 
     peer: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParcelPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -326,7 +326,7 @@ def transfer_rounds(
     ]
     storage = reads.storage.tolist()
     sent = dict[tuple[bool, int], int]()
-    placed: list[tuple[int, bool, int, Part]] = []
+    placed: list[tuple[int, bool, int, ParcelPart]] = []
     for row in rows.tolist():
         is_sent = source[row] == rank
         key = (is_sent, target[row] if is_sent else source[row])
@@ -351,14 +351,14 @@ def transfer_rounds(
     return tuple(rounds)
 
 
-def _parts(row: int, shape: Sequence[int], dtype: str, most: int) -> Iterator[Part]:
+def _parts(row: int, shape: Sequence[int], dtype: str, most: int) -> Iterator[ParcelPart]:
     width = itemsize(dtype)
     for offsets, sizes in boxes_of(shape, dtype, most):
         own = tuple(sizes[: len(shape)])
-        yield Part(row, tuple(offsets[: len(shape)]), own, math.prod(own) * width)
+        yield ParcelPart(row, tuple(offsets[: len(shape)]), own, math.prod(own) * width)
 
 
-def _parcels(peer: int, parts: Sequence[Part]) -> Iterator[Parcel]:
+def _parcels(peer: int, parts: Sequence[ParcelPart]) -> Iterator[Parcel]:
     """Put small parts that follow one another into one parcel; others go alone."""
     for is_small, found in groupby(parts, lambda part: part.nbytes < _SMALL):
         if is_small:

@@ -21,7 +21,7 @@ from ...errors import FormatError
 from ...pool import Pool, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import ChunkPlace, Fault, Findings, Format, Source, read_ranges, read_whole
-from ..torch_save.archive import DESCRIPTOR, Window, described_crc, in_memory, read_archive
+from ..torch_save.archive import DESCRIPTOR, FileWindow, described_crc, in_memory, read_archive
 from ..torch_save.names import load_archive, load_summed, load_tensor
 from ..torch_save.source import place_view
 from ..torch_save.standins import StoredTensor
@@ -31,7 +31,7 @@ from .metadata import (
     FIRST_RANK,
     METADATA,
     Described,
-    Place,
+    ItemBytes,
     merge_ranks,
     parse_metadata,
     rank_metadata,
@@ -156,7 +156,7 @@ class _Item:
     """A chunk to find, its place, and what it should be."""
 
     chunk: Chunk
-    place: Place
+    place: ItemBytes
     dtype: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -210,7 +210,7 @@ class DcpSource(Source):
         dtype = entries.props[entries.prop[row]].dtype
         return _Item((name, number), place, dtype, offsets[number], sizes[number])
 
-    def _place(self, name: str, offset: tuple[int, ...] | None) -> Place:
+    def _place(self, name: str, offset: tuple[int, ...] | None) -> ItemBytes:
         place = self.described.places.get((name, offset))
         if place is None:
             which = "" if offset is None else f", from {list(offset)} on,"
@@ -223,7 +223,7 @@ class DcpSource(Source):
             )
         return place
 
-    def _window(self, name: str, place: Place, head: bytes = b"") -> Window:
+    def _window(self, name: str, place: ItemBytes, head: bytes = b"") -> FileWindow:
         """Return the bytes of an item, having checked that its file has them."""
         file = self.files[place.file]
         if place.file not in self._sizes:
@@ -238,7 +238,7 @@ class DcpSource(Source):
                 f"`{name}` should be at bytes {place.offset:,} to {end:,}, but the file has "
                 f"{size:,}: it was cut short, or {METADATA} is of another save",
             )
-        return Window(self.store, file, place.offset, place.length, head)
+        return FileWindow(self.store, file, place.offset, place.length, head)
 
     def _locate(self, items: Sequence[_Item]) -> dict[Chunk, ChunkPlace]:
         windows = [self._window(item.name, item.place) for item in items]
@@ -385,7 +385,7 @@ class DcpSource(Source):
             if self._content(item.name, copy) != mine:
                 raise FormatError(self.files[copy.file], _differs(item.name))
 
-    def _content(self, name: str, place: Place) -> tuple[bytes, int]:
+    def _content(self, name: str, place: ItemBytes) -> tuple[bytes, int]:
         """Return an archive's pickle and its checksum, which identify its content."""
         archive = read_archive(self._window(name, place))
         if not archive.is_summed:

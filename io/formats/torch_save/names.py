@@ -374,10 +374,10 @@ def load_summed(data: bytes, file: str, name: str) -> tuple[Any, bool]:
         archive = read_archive(in_memory(data, file))
         return load_archive(archive), archive.is_summed
     except (PickleError, FormatError) as error:
-        raise FormatError(file, f"the value of `{name}` {explain(error)}") from None
+        raise FormatError(file, f"the value of `{name}` {fault_of(error)}") from None
 
 
-def explain(error: Exception) -> str:
+def fault_of(error: Exception) -> str:
     """Return why a value cannot be loaded or stored, given the error of reading or pickling it."""
     if isinstance(error, RefusedName):
         return explain_name(error.name)
