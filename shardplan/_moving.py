@@ -57,22 +57,16 @@ class Filled:
 
 @attrs.frozen(eq=False)
 class Moving:
-    """One rank's part of a transfer: its plan, and the memory that is sent and filled.
-
-    Attributes:
-        rounds: What it sends and receives, in order.
-        pieces: What it can send, by the name and the start of each chunk.
-        given: The non-tensor values that it can send, by name.
-        into: What it fills.
-    """
+    """One rank's part of a transfer: its plan, and the memory that is sent and filled."""
 
     comm: Comm
     plan: LoadPlan
     metadata: Metadata
-    rounds: Sequence[Exchange]
+    rounds: Sequence[Exchange]  # what it sends and receives, in order
+    # What it can send, by the name and the start of each chunk.
     pieces: Mapping[tuple[str, tuple[int, ...]], Piece]
-    given: Mapping[str, Any]
-    into: Destinations
+    given: Mapping[str, Any]  # the non-tensor values that it can send, by name
+    into: Destinations  # what it fills
 
     @classmethod
     def of(
@@ -204,15 +198,11 @@ class _Reads:
 
 @attrs.frozen(eq=False)
 class _Landing:
-    """A parcel that is being received: straight into a tensor, or into memory of its own.
-
-    Attributes:
-        view: What is filled.
-        boxes: If that is memory of its own: what each part fills, its box there, and its dtype.
-    """
+    """A parcel that is being received: straight into a tensor, or into memory of its own."""
 
     peer: int
-    view: memoryview
+    view: memoryview  # what is filled
+    # If that is memory of its own: what each part fills, its box there, and its dtype.
     boxes: Sequence[tuple[Window, ParcelPart, str]] = ()
 
     @classmethod

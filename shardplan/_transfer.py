@@ -1,7 +1,7 @@
 """Transfer tensors from ranks to ranks, with no storage in between.
 
 1. Local plans: each rank describes what it gives and what it wants (`_Ends`).
-2. Global plan: one rank runs the passes of both sides, and plans who sends what to whom.
+2. Global plan: one rank runs the passes of both sides, and plans what each sends to each.
 3. Move: each rank sends, receives and copies its part, round by round (`Moving`).
 4. Finish: once all ranks have what they want, values are put in their places; ranks report.
 """

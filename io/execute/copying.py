@@ -54,20 +54,13 @@ _OPEN: Final = 32  # files that are kept open to be read
 
 @attrs.frozen(eq=False)
 class Stretch:
-    """Some bytes of a local file.
+    """Some bytes of a local file."""
 
-    Attributes:
-        path: Where the file is.
-        file: Its name in errors.
-        offset: Where they begin.
-        nbytes: How many they are.
-        seen: Called with their xxh3 once they were read; None if that is not needed.
-    """
-
-    path: str
-    file: str
-    offset: int
-    nbytes: int
+    path: str  # where the file is
+    file: str  # its name in errors
+    offset: int  # where they begin
+    nbytes: int  # how many they are
+    # Called with their xxh3 once they were read; None if that is not needed.
     seen: Callable[[int], object] | None = None
 
 
@@ -94,14 +87,10 @@ class Block:
 
 @attrs.frozen(eq=False)
 class Content:
-    """What comes next in a file.
+    """What comes next in a file."""
 
-    Attributes:
-        blocks: Its bytes.
-        record: The number of the record whose checksum they count to; None if they count to none.
-    """
-
-    blocks: Sequence[Block]
+    blocks: Sequence[Block]  # its bytes
+    # The number of the record whose checksum they count to; None if they count to none.
     record: int | None = None
 
     @property

@@ -93,15 +93,11 @@ class Kept:
 
 @attrs.frozen(eq=False)
 class Origin:
-    """A box of a chunk, and what its elements are.
+    """A box of a chunk, and what its elements are."""
 
-    Attributes:
-        source: What holds its elements, and maybe others; or their value, if all are the same.
-        where: The box of the source, relative to what that holds, and the box of the chunk.
-    """
-
+    # What holds its elements, and maybe others; or their value, if all are the same.
     source: torch.Tensor | Lazy | float
-    where: Cut
+    where: Cut  # the box of the source, relative to what that holds, and the box of the chunk
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Origin:

@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, ColumnTable, Index, Ints, column, distinct, pad, readonly
+from ..columns.arrays import (
+    Columns,
+    ColumnTable,
+    Ints,
+    column,
+    distinct,
+    pad,
+    readonly,
+    spread,
+)
 from ..columns.items import WriteItems
 from ..metadata import Metadata
 from ..passes.shares import (
@@ -30,7 +39,7 @@ from ..passes.shares import (
 )
 from ..plans import SavePlan
 from .layouts import Holding, Holdings, SpecLayout, boxes_by_chunk
-from .placements import Only, Replicate, spread
+from .placements import Only, Replicate
 from .worlds import WorldPlans
 
 
@@ -240,10 +249,6 @@ class DerivedPlans(Columns[SavePlan]):
 
     def __len__(self) -> int:
         return len(self.plans)
-
-    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
-        """Return the plans of some ranks."""
-        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DerivedPlans, (self.plans,)

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ..columns.arrays import DAMAGE, Columns, Index, Ints, column
+from ..columns.arrays import DAMAGE, Columns, Ints, column
 from ..columns.items import WriteItems
 from ..columns.world import World
 from ..dtypes import dtype_name
@@ -149,7 +149,7 @@ def _plain(spec: TensorSpec) -> tuple[Any, ...]:
 def _spec(
     shape: Any, dtype: str, requires_grad: bool, cuts: Any, mesh: Any, *, ranks: int
 ) -> TensorSpec:
-    """Return the spec of which `_plain` made plain data."""
+    """Return the spec that `_plain` made plain data of."""
     placements: list[Placement] = [
         Replicate() if dim is None else StridedShard(dim, factor) if factor else Shard(dim)
         for dim, factor in cuts
@@ -288,10 +288,6 @@ class JoinedPlans(Columns[SavePlan]):
 
     def __len__(self) -> int:
         return len(self.part)
-
-    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
-        """Return the plans of some ranks."""
-        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def data_of(self, rank: int) -> Any:
         """Return the ``planner_data`` of one rank's plan."""

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Ints, column, group_rows, readonly
+from ..columns.arrays import Ints, column, group_rows, readonly, spread
 from ..columns.items import Catalog
 from ..errors import Issue, PlanError
 from ..geometry.overlap import fills
@@ -31,7 +31,6 @@ from .placements import (
     cached_axis_runs,
     holds,
     local_chunks,
-    spread,
 )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, readonly, spread
 from ..dtypes import ITEMSIZE, dtype_name
 from ..errors import RefusedError
 from ..frozen import FrozenDict
@@ -366,13 +366,3 @@ def _part(length: Ints, parts: int, ours: Ints) -> tuple[Ints, Ints]:
     size = -(-length // parts)
     start = np.minimum(size * ours, length)
     return start, np.minimum(size, length - start)
-
-
-def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat each row number ``counts`` times; return the rows, and the number of each repeat.
-
-    >>> [a.tolist() for a in spread(np.array([2, 0, 1]))]
-    [[0, 0, 2], [0, 1, 0]]
-    """
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, pad, padded, readonly
+from ..columns.arrays import Ints, column, pad, padded, readonly, spread
 from ..columns.frames import SourceFrame
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, listed
@@ -273,9 +273,7 @@ class _Expanded:
         count = np.diff(first)
         if (count == 1).all():
             return cls(np.arange(len(case)), rows[case])
-        each = count[case]
-        item = np.repeat(np.arange(len(case)), each)
-        nth = np.arange(len(item)) - np.repeat(np.cumsum(each) - each, each)
+        item, nth = spread(count[case])
         return cls(item, rows[first[case[item]] + nth])
 
 

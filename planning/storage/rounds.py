@@ -202,10 +202,9 @@ class _Table:
         """Find the blocks, regions and sizes of all reads."""
         reads = shared.reads
         located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
-        names = metadata.state_dict_metadata.names
-        by_name = column(sorted(range(len(names)), key=names.__getitem__))
+        by_name = metadata.state_dict_metadata.name_order
         where = reads.storage_anchor + shared.offsets
-        _, region = group_rows([np.argsort(by_name)[located.entry], where, shared.lengths])
+        _, region = group_rows([by_name[located.entry], where, shared.lengths])
         lengths = pad(shared.lengths, located.extents.shape[1], 1)
         many = fetched(lengths, located.extents, width, max_gap)
         return cls(shared, metadata, rank, located, width, region, many)

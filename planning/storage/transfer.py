@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from ..codec import contents_tag
-from ..columns.arrays import Ints, column
+from ..columns.arrays import Ints, column, spread
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import World
 from ..dtypes import itemsize
@@ -212,19 +212,12 @@ def _range(rows: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class _Holders:
-    """Which ranks hold each distinct chunk of the sources.
+    """Which ranks hold each distinct chunk of the sources."""
 
-    Attributes:
-        tensor: The number of each tensor or value, by name.
-        group: The first chunk of each tensor, among all distinct chunks.
-        start: The first row of each distinct chunk in ``rank``, and their number at the end.
-        rank: The holders, chunk by chunk.
-    """
-
-    tensor: dict[str, int]
-    group: Ints
-    start: Ints
-    rank: Ints
+    tensor: dict[str, int]  # the number of each tensor or value, by name
+    group: Ints  # the first chunk of each tensor, among all distinct chunks
+    start: Ints  # the first row of each distinct chunk in ``rank``, and their number at the end
+    rank: Ints  # the holders, chunk by chunk
 
     @classmethod
     def of(cls, world: World, ranks: Ints) -> _Holders:
@@ -237,15 +230,14 @@ class _Holders:
         return cls(numbers, column(before[rows.start]), column(start), column(ranks[rows.rank]))
 
     def choose(self, reads: ReadItems, target: Ints, nbytes: Ints, ranks: int) -> Ints:
-        """Return the rank that makes each read, given whom it is for and its bytes."""
+        """Return the rank that makes each read, given its target and its bytes."""
         if not len(reads):
             return column([])
         tensor = column([self.tensor.get(name, -1) for name in reads.names])[reads.storage]
         chunk = self.group[tensor] + np.maximum(reads.storage_hint, 0)
         count = self.start[chunk + 1] - self.start[chunk]
-        read = np.repeat(np.arange(len(reads)), count)
-        within = np.arange(len(read)) - np.repeat(np.cumsum(count) - count, count)
-        holder = self.rank[self.start[chunk][read] + within]
+        read, nth = spread(count)
+        holder = self.rank[self.start[chunk][read] + nth]
         is_own = holder == target[read]
         stays = np.zeros(len(reads), bool)
         stays[read[is_own]] = True

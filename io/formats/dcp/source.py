@@ -307,7 +307,7 @@ class DcpSource(Source):
     def _sum(self, chunk: Chunk, place: ChunkPlace, after: bytes) -> int | None:
         """Return a chunk's checksum: of the descriptor after it, or else of the directory."""
         crc = described_crc(after, place.nbytes)
-        if crc is None and place.nbytes:  # what tells of its damage may itself be damaged
+        if crc is None and place.nbytes:  # the record of its checksum may itself be damaged
             item = self._item(*chunk)
             archive = read_archive(self._window(item.name, item.place))
             crc = archive.crc_at(place.begin - item.place.offset, place.nbytes)
@@ -348,7 +348,7 @@ class DcpSource(Source):
         return None
 
     def _misplaced(self) -> Iterator[Fault]:
-        """Yield a fault for each name of which the metadata does not say where all lies."""
+        """Yield a fault for each name whose parts the metadata does not all place."""
         places = self.described.places
         for name, entry in self.metadata.state_dict_metadata.items():
             offsets: list[tuple[int, ...] | None] = [None]

@@ -1,7 +1,7 @@
 """Safetensors files as Hugging Face tools want them: whole tensors, sharded by size, an index.
 
 Several ranks write the same files, each its ranges of them, into a store whose files can be shared:
-the files follow from the metadata, so one rank makes them, with headers and in full size, and tells
+the files follow from the metadata, so one rank makes them, with headers and in full size, and sends
 the others where tensors begin (`lay_out`). Elsewhere one process writes a file from end to end.
 
 A model that fits into one file becomes ``model.safetensors``; a larger one becomes
@@ -397,7 +397,7 @@ class HfWriter(FolderWriter):
         return {INDEX, *(taken.get(name, name) for name in own)}
 
     def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
-        """Name the files that are no checkpoint, nor part of one; see `FolderWriter.unneeded`."""
+        """Name the files that are not part of a checkpoint; see `FolderWriter.unneeded`."""
         return set(_decode(report)["files"]) - _files_of(store)
 
 

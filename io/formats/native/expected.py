@@ -35,16 +35,13 @@ _PARSED: Final = 8  # how many times its own size a header takes in memory while
 
 @attrs.frozen(eq=False, slots=False)
 class OpenedFile:
-    """A file's size, its header if chunks can be found by it, and what is wrong.
-
-    Attributes:
-        sums: The checksums of its chunks, in order of their bytes; None if they are unknown, or in
-            the manifest.
-    """
+    """A file's size, its header if chunks can be found by it, and what is wrong."""
 
     size: int
     header: Header | None
     faults: Sequence[Fault]
+    # The checksums of its chunks, in order of their bytes; None if they are unknown, or in the
+    # manifest.
     sums: Sums | None = None
 
     def sum_of(self, manifest: Manifest, name: str, chunk: int) -> int | None:

@@ -329,16 +329,11 @@ def _user_names() -> dict[str, Call]:
 
 @attrs.frozen(eq=False)
 class Nested:
-    """A state dict or a value, with stand-ins for all that is not plain.
-
-    Attributes:
-        storages: How many bytes each of its storages has, by key.
-        names: The names in its pickle.
-    """
+    """A state dict or a value, with stand-ins for all that is not plain."""
 
     value: Any
-    storages: Mapping[str, int]
-    names: tuple[str, ...]
+    storages: Mapping[str, int]  # how many bytes each of its storages has, by key
+    names: tuple[str, ...]  # the names in its pickle
 
 
 def load_nested(data: bytes, *, sealed: bool = False) -> Nested:
