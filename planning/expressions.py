@@ -52,6 +52,10 @@ class Product:
 Term = Weighted | Product
 
 
+def _frozen(terms: Mapping[str, Sequence[Term]]) -> Mapping[str, tuple[Term, ...]]:
+    return FrozenDict(terms)
+
+
 @attrs.frozen
 class Expression:
     """A sum of checkpoints, which are numbered.
@@ -63,7 +67,7 @@ class Expression:
     """
 
     metadata: tuple[Metadata, ...]
-    terms: Mapping[str, tuple[Term, ...]] = attrs.field(converter=FrozenDict)
+    terms: Mapping[str, tuple[Term, ...]] = attrs.field(converter=_frozen)
     dtype: str | None = None
 
     @property

@@ -166,21 +166,19 @@ class Checkpoint(Mapping[str, Any]):
         return name in self.metadata.state_dict_metadata
 
     def __add__(self, other: Checkpoint) -> Checkpoint:
-        return sum_of(self, other) if isinstance(other, Checkpoint) else NotImplemented
+        return sum_of(self, other)
 
     def __sub__(self, other: Checkpoint) -> Checkpoint:
-        return sum_of(self, -1.0 * other) if isinstance(other, Checkpoint) else NotImplemented
+        return sum_of(self, -1.0 * other)
 
     def __mul__(self, weight: float) -> Checkpoint:
-        if not isinstance(weight, (int, float)):
-            return NotImplemented
         parts, expression = _as_sum(self)
         return self._summed(parts, scaled(expression, float(weight)))
 
     __rmul__ = __mul__
 
     def __truediv__(self, weight: float) -> Checkpoint:
-        return self * (1 / weight) if isinstance(weight, (int, float)) else NotImplemented
+        return self * (1 / weight)
 
     def to(self, dtype: str | torch.dtype) -> Checkpoint:
         """Return it with all tensors of floats in another dtype; see `shardplan.merging`."""
@@ -205,8 +203,11 @@ class Checkpoint(Mapping[str, Any]):
         return listing(_title(source, self.metadata), _HEAD, rows, len(entries))
 
 
-def _as_sum(checkpoint: Checkpoint) -> tuple[tuple[Source, ...], Expression]:
+def _as_sum(checkpoint: object) -> tuple[tuple[Source, ...], Expression]:
     """Return a checkpoint as a sum, and the checkpoints of which it is one."""
+    if not isinstance(checkpoint, Checkpoint):
+        text = f"a sum is one of open checkpoints, not of a {type(checkpoint).__name__}"
+        raise TypeError(f"{text}; pass what open_checkpoint returns")
     source = source_of(checkpoint)
     if isinstance(source, CombinedSource):
         return source.parts, source.expression

@@ -243,9 +243,7 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     options = {} if call.extra_files is None else {"extra_files": call.extra_files}
     store, writer = open_target(call.dst, call.format, **options)
     with call.watch.phase("open"):
-        is_open = isinstance(call.src, Checkpoint)
-        opened = source_of(call.src) if is_open else open_source(call.src, pool=call.pool)
-        source = read_as(opened, call.reading)
+        source = read_as(_opened(call), call.reading)
         for part in source.parts if isinstance(source, CombinedSource) else (source,):
             _refuse_same(part, store, writer.file)
     budget = _budget(parse_size(call.max_memory), source.store.staging, store.staging)
@@ -271,6 +269,12 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     is_compared = call.reading.planner is not None and call.comm.world_size > 1
     digest = _digest(target) if is_compared else ""
     return Turn(_Plan(target, copies), (secrets.token_hex(6), digest))
+
+
+def _opened(call: _Call) -> Source:
+    if isinstance(call.src, Checkpoint):
+        return source_of(call.src)
+    return open_source(call.src, pool=call.pool)
 
 
 def _digest(target: Target) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from shardplan.planning import Metadata, itemsize
+from shardplan.planning import Metadata, TensorMetadata, itemsize
 
 from ..stores.base import Store
 from ..stores.joined import JoinedStore
@@ -79,8 +79,9 @@ class JoinedSource(Source):
         order = stored if origin.axes is None else tuple(origin.axes[axis] for axis in stored)
         extents = spot.extents
         if extents:  # the part ends where its last row does
-            sizes = self.metadata.state_dict_metadata[chunk[0]].chunks.sizes[chunk[1]]
-            extents = (int(sizes[order[0]]), *extents[1:])
+            entry = self.metadata.state_dict_metadata[chunk[0]]
+            assert isinstance(entry, TensorMetadata)
+            extents = (int(entry.chunks.sizes[chunk[1]][order[0]]), *extents[1:])
         plain = order == tuple(range(len(order)))
         return ChunkPlace(spot.file, begin, spot.dtype, extents, None if plain else order)
 

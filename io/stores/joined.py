@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import AbstractContextManager, contextmanager
 
 import attrs
 
@@ -99,13 +98,8 @@ class JoinedStore(WrappedStore):
             for entry in part.entries(prefix, recursive=recursive)
         )
 
-    @contextmanager
-    def passing(self, operation: str, path: str) -> Iterator[str]:
+    def passing(self, operation: str, path: str) -> AbstractContextManager[str]:
         """Refuse what would change files."""
-        self._refuse(operation, path)
-        yield path
-
-    def _refuse(self, operation: str, path: str) -> NoReturn:
         raise StoreError(
             operation, f"{self.url}/{path}", "files of other checkpoints are only read"
         )
