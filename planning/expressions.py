@@ -52,7 +52,7 @@ class Product:
 Term = Weighted | Product
 
 
-def _frozen(terms: Mapping[str, Sequence[Term]]) -> Mapping[str, tuple[Term, ...]]:
+def _frozen(terms: Mapping[str, tuple[Term, ...]]) -> Mapping[str, tuple[Term, ...]]:
     return FrozenDict(terms)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import attrs
 
@@ -98,8 +98,10 @@ class JoinedStore(WrappedStore):
             for entry in part.entries(prefix, recursive=recursive)
         )
 
-    def passing(self, operation: str, path: str) -> AbstractContextManager[str]:
+    @contextmanager
+    def passing(self, operation: str, path: str) -> Iterator[str]:
         """Refuse what would change files."""
-        raise StoreError(
-            operation, f"{self.url}/{path}", "files of other checkpoints are only read"
-        )
+        if operation not in ("read", "size"):
+            text = "files of other checkpoints are only read"
+            raise StoreError(operation, f"{self.url}/{path}", text)
+        yield path
