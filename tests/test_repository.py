@@ -220,7 +220,7 @@ def test_type_checkers_find_the_names_of_a_door_where_it_finds_them(path):
 # A command is named as the function that it runs, and `dcp` has torch's own names.
 NAMED_AS_THE_VERB = ("cli", "dcp")
 # What each of these is, its folder says: one per format, room or layer.
-MODULES_BY_FOLDER = {"base", "comm", "errors", "source", "verify", "write"}
+MODULES_BY_FOLDER = {"base", "comm", "errors", "joined", "source", "verify", "write"}
 # What decides or describes, in planning, and what does it or offers it to users.
 PLANNED_AND_DONE = {
     "diff", "explore", "fetch", "layouts", "load", "metadata", "pieces", "quantized", "read",
@@ -353,7 +353,8 @@ def test_nobody_asks_which_implementation_of_a_protocol_is_there():
         if isinstance(name, ast.Name)
     }
     assert {"LocalStore", "NativeSource", "HfWriter"} < kinds
-    assert asked & kinds == {"Comm", "Store"}  # what a user passed: is it one at all?
+    # What a user passed: is it one at all? And a sum of checkpoints, which is read term by term.
+    assert asked & kinds == {"Comm", "Store", "CombinedSource"}
 
 
 # The map of the code
