@@ -120,7 +120,7 @@ def blanks(
 
 
 def _is_hollow(value: Any) -> bool:
-    """Return True for a tensor on the meta device of which this rank has no elements."""
+    """Return True for a tensor on the meta device without elements on this rank."""
     if not _is_meta(value):
         return False
     with torch.no_grad():
@@ -147,7 +147,8 @@ def blank_like(value: Any, device: Any) -> torch.Tensor:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    """Return True for a tensor on the meta device; a ShardedTensor cannot always tell."""
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _place(value: Any) -> Hashable | None:

@@ -74,7 +74,7 @@ def inspect(
         return
     show(safe(contents.path), bold=True)
     body = _chunks(contents, everything) if chunks else _names(contents, depth or 99, everything)
-    for part in (*_head(contents), *body, *_totals(contents)):
+    for part in (*_head(contents), *_totals(contents), *body):
         show(part)
 
 
@@ -94,7 +94,7 @@ def _head(contents: Contents) -> Iterator[str]:
     where = f"in {counted(len(source.files), 'file')}"
     if len(contents.rows) < len(contents.entries):
         where = f"selected of {len(contents.entries):,} names"
-    yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}\n"
+    yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}"
 
 
 def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
@@ -107,10 +107,10 @@ def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
         if not lines:
             continue
         shown = lines if everything else lines[:_LINES]
+        yield ""
         yield table(*cells(contents, shown))
         if left := len(lines) - len(shown):
             yield f"… {left:,} more lines; give a PATTERN or --depth, or see --all"
-        yield ""
 
 
 def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
@@ -170,12 +170,12 @@ def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
             rows.append((name, f"[{box}]", human_bytes(chunk["bytes"]), file))
             name = ""
     shown = rows if everything else rows[:_LINES]
+    yield ""
     yield table(("name", "chunk", "bytes", "file"), shown)
     if ending:
         yield f"all files end with {ending}"
     if left := contents.chunks - len(shown):
         yield f"… {left:,} more chunks; give a PATTERN, or see --all"
-    yield ""
 
 
 def _chunk_list(contents: Contents, row: int) -> list[dict[str, Any]]:
@@ -208,6 +208,7 @@ def _totals(contents: Contents) -> Iterator[str]:
         for name, t in totals.items()
     ]
     if rows:
+        yield ""
         yield table(("dtype", "tensors", "bytes", "share"), rows)
 
 
@@ -249,19 +250,13 @@ def _tensor_json(contents: Contents, row: int, chunks: bool) -> dict[str, Any]:
 
 @attrs.frozen
 class Branch:
-    """One line of a tree of names.
+    """One line of a tree of names."""
 
-    Attributes:
-        depth: Its depth; 0 at the top.
-        label: The lines of the tree, and its part of the name.
-        rows: The rows of the names that end here; several if equal ones share the line.
-        below: The rows of all names that end here or below.
-    """
-
-    depth: int
-    label: str
+    depth: int  # its depth; 0 at the top
+    label: str  # the lines of the tree, and its part of the name
+    # The rows of the names that end here; several if equal ones share the line.
     rows: tuple[int, ...]
-    below: tuple[int, ...]
+    below: tuple[int, ...]  # the rows of all names that end here or below
 
 
 @attrs.frozen(eq=False)
