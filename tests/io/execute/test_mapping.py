@@ -39,7 +39,7 @@ def is_mapped(tensor, folder):
     return False
 
 
-@pytest.mark.parametrize("format", ["native", "hf", "torch", "dcp"])
+@pytest.mark.parametrize("format", ["safetensors", "hf", "torch", "dcp"])
 @pytest.mark.parametrize("verify", [None, True, False])
 def test_mapped_tensors_have_the_bits_that_were_saved(tmp_path, state, format, verify):
     path = tmp_path / ("a.pt" if format == "torch" else "a")
