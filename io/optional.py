@@ -1,15 +1,12 @@
-"""What a machine may lack: torch, for which a class stands then, and functions of Linux."""
+"""Torch, or what stands for it where it is not installed: nothing is a tensor of it then."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["HAS_TORCH", "c_function", "torch"]
+__all__ = ["HAS_TORCH", "torch"]
 
 
 class _Absent:
@@ -39,14 +36,3 @@ else:
         torch = _Absent()
 
 HAS_TORCH: Final = not isinstance(torch, _Absent)
-
-
-@cache
-def c_function(name: str, *types: Any) -> Any:
-    """Return a function of Linux's C library, or None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        function.argtypes = types
-    return function

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from shardplan.planning import dtype_name
 
+from .clib import c_function
 from .errors import ValueRefusedError
-from .optional import HAS_TORCH, c_function, torch
+from .optional import HAS_TORCH, torch
 
 Bytes = npt.NDArray[np.uint8]
 

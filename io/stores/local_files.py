@@ -24,8 +24,8 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
+from ..clib import c_function
 from ..errors import StoreError, from_os_error, not_a_file, short
-from ..optional import c_function
 
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 """How many buffers one call of preadv or pwritev takes."""
