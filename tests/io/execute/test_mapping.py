@@ -1,4 +1,4 @@
-"""`restore(mmap=True)` and `Checkpoint.tensors()`: tensors that lie in the files of a checkpoint."""
+"""`restore(mmap=True)` and `Checkpoint.tensors()`: tensors that lie in a checkpoint's files."""
 
 from pathlib import Path
 
