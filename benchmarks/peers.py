@@ -658,7 +658,8 @@ def table_rows(title, rows):
     for name, (middle, low, high) in sorted(rows.items(), key=lambda row: row[1][0]):
         bold = f"**{name}**" if name.startswith(OURS) else name
         share = f"{middle / raw:.2f}" if raw else ""
-        yield f"| {title} | {bold} | {middle:.3f} | {low:.3f}–{high:.3f} | {middle / ours:.2f} | {share} |"
+        spread = f"{low:.3f} to {high:.3f}"
+        yield f"| {title} | {bold} | {middle:.3f} | {spread} | {middle / ours:.2f} | {share} |"
 
 
 def where_text(known):
@@ -671,8 +672,8 @@ def where_text(known):
     return "\n".join(
         (
             f"{datetime.now(UTC):%d %B %Y}, {os.cpu_count()} cores of "
-            f"{processor[1] if processor else platform.machine()}, {memory:.0f} GiB of memory, Linux",
-            f"{platform.release().partition('-')[0]}, Python {platform.python_version()};",
+            f"{processor[1] if processor else platform.machine()}, {memory:.0f} GiB of memory,",
+            f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()};",
             f"{' or '.join(sizes)} in {TENSORS} tensors where nothing else is said. Versions:",
             ", ".join(f"{name} {version(name)}" for name in names if has(name)) + ".",
         )
