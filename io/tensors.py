@@ -340,12 +340,13 @@ def direct_bytes(tensor: torch.Tensor, dtype: str) -> int:
     return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
 
 
-def runs(tensor: torch.Tensor, length: int) -> list[memoryview]:
+def memory_runs(tensor: torch.Tensor, length: int) -> list[memoryview]:
     """Return a tensor's elements as views of ``length`` bytes each, row-major, without copying.
 
     ``length`` is the size of some last axes that are contiguous; see `run_bytes`.
 
-    >>> [r.tolist() for r in runs(torch.arange(6, dtype=torch.uint8).reshape(2, 3)[:, 1:], 2)]
+    >>> columns = torch.arange(6, dtype=torch.uint8).reshape(2, 3)[:, 1:]
+    >>> [run.tolist() for run in memory_runs(columns, 2)]
     [[1, 2], [4, 5]]
     """
     width = tensor.dtype.itemsize

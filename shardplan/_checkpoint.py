@@ -53,7 +53,7 @@ from shardplan.planning import (
     with_adapter,
 )
 from shardplan.planning.columns import Catalog, Head, WriteItems, column
-from shardplan.planning.geometry import Axis, Cut, select
+from shardplan.planning.geometry import Axis, Cut, selection_of
 from shardplan.planning.passes import reading_of
 from shardplan.planning.storage import Box, Seen, read_boxes, seen_through
 
@@ -328,7 +328,7 @@ class SavedTensor(Lazy):
         return empty_tensor((0,), "uint8").__dlpack_device__()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        chosen = select(index, self.shape)
+        chosen = selection_of(index, self.shape)
         with plain_errors(self._reader):
             out = self._read(chosen.axes)
         if chosen.flipped:

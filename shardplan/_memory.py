@@ -120,7 +120,7 @@ def blanks(
 
 
 def _is_hollow(value: Any) -> bool:
-    """Return True for a tensor on the meta device of which this rank has no elements."""
+    """Return True for a tensor on the meta device without elements on this rank."""
     if not _is_meta(value):
         return False
     with torch.no_grad():

@@ -174,7 +174,7 @@ def _passed(plan: SavePlan, planner: Passes[SavePlan] | None, place: Place) -> S
 
 
 def _refuse_partly(local: SavePlan, plan: LoadPlan) -> None:
-    """Refuse new tensors of which the planner leaves out a part: it would have any values."""
+    """Refuse new tensors that the planner leaves out in part: that part would have any values."""
     text = "`{}` would be filled only in part: the planner leaves out the rest; use load"
     partly = sorted(partly_filled(local, plan.items))
     if partly:
@@ -240,7 +240,7 @@ def _everything(
 def _complete(
     nodes: Mapping[Path, Any], paths: Mapping[str, Path], made: Collection[str]
 ) -> dict[Path, Any]:
-    """Return the nodes of which all leaves are made; others come back as dicts and tuples."""
+    """Return the nodes whose leaves are all made; others come back as dicts and tuples."""
     lost = [path for name, path in paths.items() if name not in made] if nodes else []
     broken = {path[:depth] for path in lost for depth in range(1, len(path))}
     return {path: data for path, data in nodes.items() if path not in broken}

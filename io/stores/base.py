@@ -28,17 +28,14 @@ _OBJECTS: Final = ("s3", "gs", "az", "memory")
 
 @attrs.frozen
 class Entry:
-    """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0.
-
-    Attributes:
-        modified: When it appeared here, in seconds since 1970: on a disk, the last change of any
-            kind, so that a fresh copy of an old file is young.
-        written: When its bytes were written, as far as the store knows; copies may keep the time.
-    """
+    """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0."""
 
     name: str
     size: int = 0
+    # When it appeared here, in seconds since 1970: on a disk, the last change of any kind, so that
+    # a fresh copy of an old file is young.
     modified: float = 0.0
+    # When its bytes were written, as far as the store knows; copies may keep the time.
     written: float = 0.0
 
 

@@ -82,7 +82,7 @@ class LocalStore(Store):
             return 0
         bundled = list(bundles(_runs(asked, _STEP), _STEP))
         with system.reported("read", file), system.opened(file) as fd:
-            system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+            system.check_ranges(fd, file, ((at, view.nbytes) for at, view in asked))
             if len(bundled) == 1:
                 return system.read_runs(fd, file, bundled[0])
             pool = self._pool or default_pool()
@@ -96,7 +96,7 @@ class LocalStore(Store):
         with system.reported("read", file), system.opened(file) as fd:
             for ranges in groups:
                 asked = wanted(ranges)
-                system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+                system.check_ranges(fd, file, ((at, view.nbytes) for at, view in asked))
                 yield system.fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
@@ -106,7 +106,7 @@ class LocalStore(Store):
         last = int(np.argmax(starts + lengths))
         start, length = int(starts[last]), int(lengths[last])
         with system.reported("read", file), system.opened(file) as fd:
-            system.check_size(fd, file, [(start, length)])
+            system.check_ranges(fd, file, [(start, length)])
             try:
                 found = system.map_ranges(fd, starts, lengths)
             except ValueError:  # the file was longer a moment ago

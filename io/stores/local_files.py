@@ -75,7 +75,7 @@ def opened(file: str) -> Iterator[int]:
         yield fd
 
 
-def check_size(fd: int, file: str, ranges: Iterable[tuple[int, int]]) -> None:
+def check_ranges(fd: int, file: str, ranges: Iterable[tuple[int, int]]) -> None:
     """Refuse ranges (offsets and lengths) that reach past the end of a file."""
     size = os.fstat(fd).st_size
     for offset, length in ranges:
