@@ -147,7 +147,8 @@ def blank_like(value: Any, device: Any) -> torch.Tensor:
 
 
 def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    """Return True for a tensor on the meta device; a ShardedTensor cannot always tell."""
+    return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
 def _place(value: Any) -> Hashable | None:

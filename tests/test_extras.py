@@ -181,7 +181,7 @@ for name in set(shardplan.__all__) - {"__version__"}:
 """
     nothing = run(environment(), code).splitlines()
     extras = {line.split()[0].removeprefix("shardplan."): needed(line)[1] for line in nothing}
-    readers = ("PerRank", "latest", "open_checkpoint", "prune", "restore", "verify")
+    readers = ("PerRank", "explore", "latest", "open_checkpoint", "prune", "restore", "verify")
     assert {extras.pop(name) for name in readers} == {"io"}
     assert {"save", "load", "convert", "to_torch"} <= extras.keys()
     assert set(extras.values()) == {"torch"}

@@ -375,7 +375,7 @@ def test_an_interrupted_save_does_not_write_its_file_to_the_end():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            shardplan.save({"w": torch.zeros(8 << 18)}, Interrupted(inner))
+            shardplan.save({"w": torch.zeros(20 << 18)}, Interrupted(inner))  # too large to collect
     finally:
         signal.signal(signal.SIGINT, before)
     assert taken == [0, 1, 2]

@@ -32,7 +32,7 @@ from shardplan.planning import (
     rename,
     world_plans,
 )
-from shardplan.planning.mesh.presets import llama3_8b
+from shardplan.planning.mesh import llama3_8b
 
 
 def stored_dtypes(planner, sd):

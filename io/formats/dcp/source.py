@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -327,13 +327,16 @@ class DcpSource(Source):
         absent = [found for found in self._stored() if isinstance(found, Fault)]
         return [*absent, *self._misplaced()]
 
-    def unfit(self, names: Collection[str]) -> list[Fault]:
-        """Return why a load would refuse some tensors, though their archives are sound."""
+    def unfit(self, names: Set[str]) -> list[Fault]:
+        """Return why a load would refuse some tensors, though their archives are sound.
+
+        A load reads nothing for a tensor without elements.
+        """
         packed = {name for (name, _), place in self.described.places.items() if place.transforms}
         chunks = {
             name: [(name, number) for number in range(len(entry.chunks))]
             for name, entry in self.metadata.state_dict_metadata.items()
-            if name in names and name not in packed and isinstance(entry, TensorMetadata)
+            if name in names - packed and isinstance(entry, TensorMetadata) and 0 not in entry.size
         }
         if self._refusal(list(chain.from_iterable(chunks.values()))) is None:
             return []

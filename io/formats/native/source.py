@@ -95,6 +95,7 @@ class NativeSource(Source):
     """A checkpoint of ours. Of headers that were read, only places and checksums are kept."""
 
     format = "safetensors"
+    has_sums = True
 
     def __init__(
         self,

@@ -48,11 +48,10 @@ from shardplan.planning import (
     local_chunks,
     local_plan,
 )
-from shardplan.planning.mesh import SpecLayout, WorldPlans, world_metadata, world_plans
-from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.placements import Cut, Only, axis_runs, shard_runs
-from shardplan.planning.mesh.presets import (
+from shardplan.planning.mesh import (
     LLAMA_TP,
+    SpecLayout,
+    WorldPlans,
     adam,
     expert_parallel,
     fsdp,
@@ -63,7 +62,11 @@ from shardplan.planning.mesh.presets import (
     llama3_405b,
     pipeline,
     tensor_parallel,
+    world_metadata,
+    world_plans,
 )
+from shardplan.planning.mesh import worlds as topology
+from shardplan.planning.mesh.placements import Cut, Only, axis_runs, shard_runs
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tensor_specs
 
 SHAPES = shapes(max_side=14, max_dims=3)

@@ -350,7 +350,7 @@ def test_a_world_that_the_checkpoint_cannot_fill_is_refused_with_every_reason():
 
 @pytest.mark.slow
 def test_405_billion_parameters_are_explained_without_making_plans():
-    from shardplan.planning.mesh.presets import LLAMA_TP, adam, fsdp_tp, llama3_405b
+    from shardplan.planning.mesh import LLAMA_TP, adam, fsdp_tp, llama3_405b
 
     params = llama3_405b()
     before, after = Mesh(dp=2048, tp=8), Mesh(dp=1536, tp=8)
