@@ -26,7 +26,7 @@ from shardplan.io.formats import (
     open_target,
     read_as,
 )
-from shardplan.io.stores import Store
+from shardplan.io.stores import Location, Store
 from shardplan.planning import (
     Mesh,
     Passes,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
 _LEAST_MEMORY: Final = 128 << 20
-Path = str | os.PathLike[str] | Store
 
 
 @attrs.frozen(repr=False)
@@ -123,8 +122,8 @@ class ConvertReport(Timed):
 
 
 def convert(
-    src: Path | Checkpoint,
-    dst: Path,
+    src: Location | Checkpoint,
+    dst: Location,
     *,
     format: str = "safetensors",
     planner: Passes[SavePlan] | None = None,
@@ -211,8 +210,8 @@ def convert(
 class _Call:
     """The arguments of a `convert`; see there."""
 
-    src: Path | Checkpoint
-    dst: Path
+    src: Location | Checkpoint
+    dst: Location
     format: str
     reading: Reading
     mesh: Mesh | None
@@ -414,7 +413,7 @@ def _report(format: str, plan: _Plan, done: Mapping[str, Any], watch: Stopwatch)
 
 
 def dcp_to_torch_save(
-    dcp_dir: Path, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
+    dcp_dir: Location, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
 ) -> ConvertReport:
     """Make a ``torch.save`` file of a DCP checkpoint, as torch does, but in bounded memory.
 
@@ -425,7 +424,7 @@ def dcp_to_torch_save(
 
 
 def torch_save_to_dcp(
-    torch_save_path: str | os.PathLike[str], dcp_dir: Path, *, comm: Comm | None = None
+    torch_save_path: str | os.PathLike[str], dcp_dir: Location, *, comm: Comm | None = None
 ) -> ConvertReport:
     """Make a DCP checkpoint of a ``torch.save`` file, as torch does, but in bounded memory.
 

@@ -230,6 +230,10 @@ class Store(Protocol):
         return True
 
 
+Location = str | os.PathLike[str] | Store
+"""A path, a URL or an open store."""
+
+
 class WrappedStore(Store):
     """A store that passes every call on to an inner one; override `passing` to see them all."""
 
@@ -365,7 +369,7 @@ def check_path(path: str, *, root: str = "") -> str:
     raise StoreError("use", f"{path!r}{inside}", reason, remedy=remedy, kind="path")
 
 
-def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
+def open_store(url: Location, **options: Any) -> Store:
     """Open a folder of files, wherever it is. Nothing is read, made or checked yet.
 
     Args:
