@@ -16,7 +16,6 @@ from shardplan.dist import Comm, Turn, solo, take_step
 from shardplan.io import FormatError, Pool, ProgressCallback
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
 from shardplan.io.formats import (
-    CombinedSource,
     CommitJob,
     ExtraFiles,
     Part,
@@ -243,7 +242,7 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     store, writer = open_target(call.dst, call.format, **options)
     with call.watch.phase("open"):
         source = read_as(_opened(call), call.reading)
-        for part in source.parts if isinstance(source, CombinedSource) else (source,):
+        for part in source.parts if source.expression is not None else (source,):
             _refuse_same(part, store, writer.file)
     budget = _budget(parse_size(call.max_memory), source.store.staging, store.staging)
     with call.watch.phase("plan"):
