@@ -43,6 +43,10 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
     from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, renumbered, span
+    from .expressions import (
+        Expression, Product, Term, Weighted, added, expression_of, joined_metadata, joined_name,
+        result_of, scaled, sum_dtype, term_boxes, terms_of, with_adapter,
+    )  # fmt: skip
     from .frozen import from_json, to_json
     from .load import (
         Strict, global_load_plan, load_plan, loads_into, resolve_overlaps, strict_patterns,
@@ -105,6 +109,10 @@ __getattr__, __dir__ = door(
         "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
         "dtypes": "ITEMSIZE",
         "errors": "EXTRAS listed named_extras nearest_hint nearest_names renumbered span",
+        "expressions": (
+            "Expression Product Term Weighted added expression_of joined_metadata joined_name "
+            "result_of scaled sum_dtype term_boxes terms_of with_adapter"
+        ),
         "frozen": "from_json to_json",
         "load": "Strict global_load_plan load_plan loads_into resolve_overlaps strict_patterns",
         "mappings": "",

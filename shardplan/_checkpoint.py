@@ -26,10 +26,11 @@ from shardplan.io import (
     torch,
 )
 from shardplan.io.execute import Lazy, Reader, collect
-from shardplan.io.formats import Source, open_source, read_as
+from shardplan.io.formats import CombinedSource, Source, open_source, read_as
 from shardplan.io.stores import Store
 from shardplan.planning import (
     BytesMetadata,
+    Expression,
     Grid,
     Issue,
     Metadata,
@@ -39,13 +40,17 @@ from shardplan.planning import (
     Sheet,
     TensorMetadata,
     WriteItemType,
+    added,
     counted,
     cut_text,
+    expression_of,
     flatten,
     human_bytes,
     listing,
     load_plan,
+    scaled,
     shape_text,
+    with_adapter,
 )
 from shardplan.planning.columns import Catalog, Head, WriteItems, column
 from shardplan.planning.geometry import Axis, Cut, select
@@ -123,6 +128,11 @@ class Checkpoint(Mapping[str, Any]):
         return self._reader
 
     @property
+    def is_seen(self) -> bool:
+        """Whether it was opened with a planner that changes names or shapes."""
+        return self._seen is not None
+
+    @property
     def metadata(self) -> Metadata:
         """What it holds, as the state dict sees it if there is a planner."""
         return self._reader.metadata if self._seen is None else self._seen.metadata
@@ -155,6 +165,30 @@ class Checkpoint(Mapping[str, Any]):
     def __contains__(self, name: object) -> bool:
         return name in self.metadata.state_dict_metadata
 
+    def __add__(self, other: Checkpoint) -> Checkpoint:
+        return sum_of(self, other)
+
+    def __sub__(self, other: Checkpoint) -> Checkpoint:
+        return sum_of(self, -1.0 * other)
+
+    def __mul__(self, weight: float) -> Checkpoint:
+        parts, expression = _as_sum(self)
+        return self._summed(parts, scaled(expression, float(weight)))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, weight: float) -> Checkpoint:
+        return self * (1 / weight)
+
+    def to(self, dtype: str | torch.dtype) -> Checkpoint:
+        """Return it with all tensors of floats in another dtype; see `shardplan.merging`."""
+        parts, expression = _as_sum(self)
+        return self._summed(parts, expression.cast(dtype))
+
+    def _summed(self, parts: Sequence[Source], expression: Expression) -> Checkpoint:
+        reader = Reader(CombinedSource(parts, expression), self._reader.pool)
+        return Checkpoint(reader, verify=self._verify)
+
     def __repr__(self) -> str:
         return self._describe().text()
 
@@ -167,6 +201,42 @@ class Checkpoint(Mapping[str, Any]):
         files = source if self._seen is None else None
         rows = [_row(name, entries[name], files) for name in entries.names[:_SHOWN]]
         return listing(_title(source, self.metadata), _HEAD, rows, len(entries))
+
+
+def _as_sum(checkpoint: object) -> tuple[tuple[Source, ...], Expression]:
+    """Return a checkpoint as a sum, and the checkpoints of which it is one."""
+    if not isinstance(checkpoint, Checkpoint):
+        text = f"a sum is one of open checkpoints, not of a {type(checkpoint).__name__}"
+        raise TypeError(f"{text}; pass what open_checkpoint returns")
+    source = source_of(checkpoint)
+    if isinstance(source, CombinedSource):
+        return source.parts, source.expression
+    return (source,), expression_of(source.metadata)
+
+
+def source_of(checkpoint: Checkpoint) -> Source:
+    """Return what a checkpoint is read from; refuse one that is seen through a planner."""
+    source = checkpoint.reader.source
+    if checkpoint.is_seen or source.quantized:
+        raise ValueError(
+            f"{source.store.url} was opened with a planner, and can neither be added nor converted "
+            "so: open it without one, or convert it with that planner first"
+        )
+    return source
+
+
+def sum_of(a: Checkpoint, b: Checkpoint, *, partial: bool = False) -> Checkpoint:
+    """Return the sum of two checkpoints; see `shardplan.planning.expressions.added`."""
+    (mine, left), (theirs, right) = _as_sum(a), _as_sum(b)
+    return a._summed((*mine, *theirs), added(left, right, partial=partial))
+
+
+def in_sum(base: Checkpoint, adapter: Checkpoint, scale: float) -> Checkpoint:
+    """Return a checkpoint with an adapter merged in; see `with_adapter`."""
+    parts, expression = _as_sum(base)
+    source = source_of(adapter)
+    merged = with_adapter(expression, source.metadata, scale)
+    return base._summed((*parts, source), merged)
 
 
 class SavedTensor(Lazy):

@@ -16,6 +16,7 @@ from shardplan.dist import Comm, Turn, solo, take_step
 from shardplan.io import FormatError, Pool, ProgressCallback
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
 from shardplan.io.formats import (
+    CombinedSource,
     CommitJob,
     ExtraFiles,
     Part,
@@ -47,6 +48,7 @@ from shardplan.planning.storage import (
     share_plans,
 )
 
+from ._checkpoint import Checkpoint, source_of
 from ._comm import as_comm
 from ._report import Stopwatch, Timed, logged
 from ._save import surely_failed
@@ -121,7 +123,7 @@ class ConvertReport(Timed):
 
 
 def convert(
-    src: Path,
+    src: Path | Checkpoint,
     dst: Path,
     *,
     format: str = "safetensors",
@@ -144,7 +146,8 @@ def convert(
     several processes, each writes some of the files, and one commits.
 
     Args:
-        src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
+        src: The checkpoint to read, of any format: a folder, or a file if it is a single one; or
+            an open one, or a sum of these such as ``0.7 * a + 0.3 * b`` (`shardplan.merging`).
         dst: Where to write, on a disk or in an object store.
         format: What to write: see `save`.
         planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``, from
@@ -208,7 +211,7 @@ def convert(
 class _Call:
     """The arguments of a `convert`; see there."""
 
-    src: Path
+    src: Path | Checkpoint
     dst: Path
     format: str
     reading: Reading
@@ -240,8 +243,9 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     options = {} if call.extra_files is None else {"extra_files": call.extra_files}
     store, writer = open_target(call.dst, call.format, **options)
     with call.watch.phase("open"):
-        source = read_as(open_source(call.src, pool=call.pool), call.reading)
-        _refuse_same(source, store, writer.file)
+        source = read_as(_opened(call), call.reading)
+        for part in source.parts if isinstance(source, CombinedSource) else (source,):
+            _refuse_same(part, store, writer.file)
     budget = _budget(parse_size(call.max_memory), source.store.staging, store.staging)
     with call.watch.phase("plan"):
         stored = stored_chunks(source)
@@ -265,6 +269,12 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     is_compared = call.reading.planner is not None and call.comm.world_size > 1
     digest = _digest(target) if is_compared else ""
     return Turn(_Plan(target, copies), (secrets.token_hex(6), digest))
+
+
+def _opened(call: _Call) -> Source:
+    if isinstance(call.src, Checkpoint):
+        return source_of(call.src)
+    return open_source(call.src, pool=call.pool)
 
 
 def _digest(target: Target) -> str:

@@ -20,12 +20,14 @@ from shardplan.planning.storage import Access, BoxReads, fetch_plan, find_chunks
 
 from ..checksums import BlockSums, damage_error
 from ..formats.base import Source
+from ..formats.combined import CombinedSource
 from ..optional import torch
 from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store
 from ..stores.local_files import PAGE
 from ..tensors import box_view
 from ..windows import Window
+from .combine import combined_chunks, fill_combined
 from .dequantize import fill_dequantized
 from .fetch import Chunks, Dests, Fetch, chunks_of, stopped_error
 
@@ -118,6 +120,17 @@ class Reader:
             )
         if not len(rows):
             return ReadStats()
+        if isinstance(self.source, CombinedSource):
+            return fill_combined(
+                self,
+                Reader(self.source.stored, self.pool),
+                wanted,
+                lambda row: dest(int(rows[row])),
+                step=step,
+                verify=verify,
+                sums=sums,
+                progress=progress,
+            )
         chunks = chunks_of(self.source, wanted, find_chunks(self.metadata, wanted), verify)
         reads, dests = _reads(wanted, chunks, [dest(row) for row in rows.tolist()], step)
         access, block_bytes = _access(self.store), self.source.block_bytes
@@ -165,6 +178,10 @@ class Reader:
 
     def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
         """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
+        if isinstance(self.source, CombinedSource):
+            for name, number in chunks:
+                yield from combined_chunks(self.source, name, number)
+            return
         entries = self.source.stored.metadata.state_dict_metadata
         for name, number in chunks:
             kind = self.source.quantized.get(name)

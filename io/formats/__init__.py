@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         WriteJob,
         Writer,
     )
+    from .combined import CombinedSource
     from .quantized import read_as
     from .registry import (
         detect,
@@ -39,6 +40,7 @@ __getattr__, __dir__ = door(
             "ChunkPlace CommitJob ExtraFiles Fault FileColumns Findings Format Part Source "
             "WriteJob Writer"
         ),
+        "combined": "CombinedSource",
         "quantized": "read_as",
         "registry": (
             "detect find_any find_format find_writer known_formats locate open_located open_source "

@@ -74,7 +74,7 @@ def inspect(
         return
     show(safe(contents.path), bold=True)
     body = _chunks(contents, everything) if chunks else _names(contents, depth or 99, everything)
-    for part in (*_head(contents), *body, *_totals(contents)):
+    for part in (*_head(contents), *_totals(contents), *body):
         show(part)
 
 
@@ -94,7 +94,7 @@ def _head(contents: Contents) -> Iterator[str]:
     where = f"in {counted(len(source.files), 'file')}"
     if len(contents.rows) < len(contents.entries):
         where = f"selected of {len(contents.entries):,} names"
-    yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}\n"
+    yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}"
 
 
 def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
@@ -107,10 +107,10 @@ def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
         if not lines:
             continue
         shown = lines if everything else lines[:_LINES]
+        yield ""
         yield table(*cells(contents, shown))
         if left := len(lines) - len(shown):
             yield f"… {left:,} more lines; give a PATTERN or --depth, or see --all"
-        yield ""
 
 
 def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
@@ -170,12 +170,12 @@ def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
             rows.append((name, f"[{box}]", human_bytes(chunk["bytes"]), file))
             name = ""
     shown = rows if everything else rows[:_LINES]
+    yield ""
     yield table(("name", "chunk", "bytes", "file"), shown)
     if ending:
         yield f"all files end with {ending}"
     if left := contents.chunks - len(shown):
         yield f"… {left:,} more chunks; give a PATTERN, or see --all"
-    yield ""
 
 
 def _chunk_list(contents: Contents, row: int) -> list[dict[str, Any]]:
@@ -208,6 +208,7 @@ def _totals(contents: Contents) -> Iterator[str]:
         for name, t in totals.items()
     ]
     if rows:
+        yield ""
         yield table(("dtype", "tensors", "bytes", "share"), rows)
 
 

@@ -22,7 +22,7 @@ import attrs
 import typer
 from typer import Argument, Option
 
-from shardplan.planning import Table
+from shardplan.planning import Table, nearest_hint, nearest_names
 
 FOUND: Final = 1  # the exit code if there are differences, or damage
 SCHEMA: Final = 1  # of JSON: raised when a key goes or changes its meaning, not when one is new
@@ -37,9 +37,11 @@ _PATIENCE: Final = 1.0  # seconds until `waiting` prints
 
 def _exists(path: str) -> str:
     """Return a path that exists, or a URL, which is checked on opening; else raise ValueError."""
-    if "://" not in path and not os.path.lexists(path):
-        raise ValueError(f"{path} does not exist")
-    return path
+    if "://" in path or os.path.lexists(path):
+        return path
+    parent, name = os.path.split(path.rstrip("/"))
+    beside = sorted(os.listdir(parent or ".")) if os.path.isdir(parent or ".") else []
+    raise ValueError(f"{path} does not exist{nearest_hint(nearest_names(name, beside))}")
 
 
 def checkpoint(metavar: str, about: str) -> Any:

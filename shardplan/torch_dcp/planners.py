@@ -200,7 +200,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         local = [from_torch(plan) for plan in all_plans]
         _check_places(local, self._stages)
         plans, metadata = global_plan(local, [*self._stages.rest, *DEFAULT_PASSES])
-        bare = (SavePlan(p.items, p.storage_data, p.planner_data) for p in plans)
+        bare = (SavePlan([*p.items], p.storage_data, p.planner_data) for p in plans)
         return [to_torch(plan) for plan in bare], to_torch(metadata)
 
     def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:

@@ -552,7 +552,10 @@ def test_all_commands_say_alike_that_nothing_is_there(ckpt, tmp_path):
         ["diff", ckpt, nope],
         ["convert", nope, tmp_path / "b", "--format", "hf"],
     ):
-        assert refusal(*arguments) == f"{nope} does not exist"
+        assert refusal(*arguments).startswith(f"{nope} does not exist")
+    close = str(ckpt)[:-1]
+    near = f"{close} does not exist; nearest: {ckpt.name}"
+    assert refusal("inspect", close).startswith(near)
 
 
 def test_a_folder_of_checkpoints_names_them(runs):
