@@ -4,10 +4,10 @@
     python -P benchmarks/scale.py --processes 8 16 32
 
 The first form saves nothing: it plans for all ranks of a mesh, writes the manifest that the
-checkpoint would have, and opens it in a process of its own. It draws docs/pictures/scale.svg. The
-second starts real processes without GPUs whose process group cannot talk (as NCCL cannot, to a
-CPU), so that all coordination is ours. It counts what goes through the rendezvous store, byte by
-byte in a proxy before it, and the connections of each process; then it fits how that grows.
+checkpoint would have, and opens it in a process of its own. Its picture is scale.svg. The second
+starts real processes without GPUs whose process group cannot talk (as NCCL cannot, to a CPU), so
+that all coordination is ours. It counts what goes through the rendezvous store, byte by byte in a
+proxy before it, and the connections of each process; then it fits how that grows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from shardplan.planning.draw import svg
 from shardplan.planning.storage import chunk_places, file_name
 from shardplan.planning.text import human_bytes, table
 
-PICTURE = Path(__file__).parents[1] / "docs/pictures/scale.svg"
+HERE = Path(__file__).parent
 SAVE_ID = "5f3a9c0d7e21"
 HEADER = 400_000  # bytes of a data file's header, about
 Specs = Mapping[str, TensorSpec]
@@ -494,7 +494,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     parser.add_argument("--processes", type=int, nargs="+", help="how many real processes to start")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
+    parser.add_argument("--picture", type=Path, default=HERE / "scale.svg")
     for inner in ("--case", "--open", "--rank"):
         parser.add_argument(inner, nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
