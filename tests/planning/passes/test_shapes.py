@@ -347,6 +347,7 @@ def test_passes_print_compare_and_have_inverses():
     assert inverse(stack("e.#.w", "e.w", count=2)) == unstack("e.w", "e.#.w", count=2)
     assert inverse(unstack("e.w", "e.#.w", 1)) == stack("e.#.w", "e.w", 1)
     assert inverse(permute("w", (2, 0, 1))) == permute("w", (1, 2, 0))
+    assert permute("w", (-1, 0, -2)) == permute("w", (2, 0, 1))
     assert inverse(reshape("w", (2, -1), of=(6,))) == reshape("w", (6,), of=(2, 3))
     assert inverse(pad("w", to=8, of=5)) == trim("w", to=5, of=8)
     assert inverse(trim("w", to=5, of=8)) == pad("w", to=8, of=5)
