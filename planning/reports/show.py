@@ -74,7 +74,9 @@ class StepTrace(Printed):
             rows.append(("notes", "", "", "", few(self.notes)))
         rows.append(_row("out", self.after, self.after))
         where = "all plans at once" if self.scope == "world" else "each plan"
-        return Table(("", "items", "tensors", "bytes", "names"), rows, f"{_shortened(self.step)}: {where}")
+        return Table(
+            ("", "items", "tensors", "bytes", "names"), rows, f"{_shortened(self.step)}: {where}"
+        )
 
     @property
     def _sheet(self) -> Sheet:

@@ -337,7 +337,7 @@ def test_layers_are_listed_once_and_lines_stay_short():
 
 def test_a_pass_of_thousands_of_characters_begins_its_table_and_is_whole_in_the_record():
     names = {f"layers.{n}.w": f"model.layers.{n}.weight" for n in range(100)}
-    trace = show(rename(names), [plan_of(**{name: ((2,),) for name in names})])
+    trace = show(rename(names), [plan_of(**dict.fromkeys(names, ((2,),)))])
     (step,) = trace.steps
     assert step.step == repr(rename(names))
     assert max(map(len, str(trace).splitlines())) < 400
