@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.io.formats import open_source
-from shardplan.io.stores import Store
+from shardplan.io.stores import Location, Store
 from shardplan.planning import PlannerTrace, Report
 from shardplan.planning.reports import explorer_data
 
@@ -48,7 +48,7 @@ def explore(
     trace: PlannerTrace | None = None,
     title: str = "",
 ) -> Explorer:
-    """Show a load that was planned: what each rank reads, of which file, who wrote it, and why.
+    """Show a load that was planned: what each rank reads, from which file, who wrote it, and why.
 
     Choose a tensor and click its boxes; choose a rank; zoom into the traffic. The page needs no
     server and no network. Its size grows with distinct layouts and names, not with ranks.
@@ -85,7 +85,7 @@ def explore(
     return Explorer(page)
 
 
-def _places(report: Report, checkpoint: str | os.PathLike[str] | Store | None) -> dict[str, Any]:
+def _places(report: Report, checkpoint: Location | None) -> dict[str, Any]:
     """Return the file of each chunk of each tensor, and where it begins there."""
     if checkpoint is None:
         return {}

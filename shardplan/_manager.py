@@ -35,7 +35,7 @@ from ._state import State
 METRICS: Final = "metrics.json"
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _MOST: Final = 1 << 20  # bytes of a file of metrics
-_NOTES: Final = 16  # earlier saves of a step, of which the last may all have failed
+_NOTES: Final = 16  # earlier saves of a step; the last ones may have failed
 _DAMAGE: Final = (FormatError, StoreError)
 _T = TypeVar("_T")
 
@@ -549,4 +549,6 @@ def _warn(text: str) -> None:
 
 def _check_step(step: object) -> None:
     if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
-        raise ValueError(f"a step is a whole number, 0 or more, not {step!r}")
+        what = f"a {type(step).__name__}; is it save(step, state_dict)?"
+        shown = what if isinstance(step, Mapping) else repr(step)
+        raise ValueError(f"a step is a whole number, 0 or more, not {shown}")

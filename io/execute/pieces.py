@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import attrs
 
@@ -41,7 +41,7 @@ from ..tensors import (
     torch_dtype,
 )
 from ..windows import Window
-from .copying import Block, Made
+from .copying import Block, Deferred
 
 __all__ = [
     "Kept",
@@ -56,21 +56,22 @@ __all__ = [
 ]
 
 
-@runtime_checkable
-class Lazy(Protocol):
+class Lazy:
     """A tensor whose elements are somewhere else, and read box by box."""
 
     @property
     def shape(self) -> Sequence[int]:
         """Its shape."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> Any:
         """What its elements are."""
+        raise NotImplementedError
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""
-        ...
+        raise NotImplementedError
 
     def stretches(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
         """Return the bytes of local files that a box of it is made of; None if there are none."""
@@ -93,15 +94,11 @@ class Kept:
 
 @attrs.frozen(eq=False)
 class Origin:
-    """A box of a chunk, and what its elements are.
+    """A box of a chunk, and what its elements are."""
 
-    Attributes:
-        source: What holds its elements, and maybe others; or their value, if all are the same.
-        where: The box of the source, relative to what that holds, and the box of the chunk.
-    """
-
+    # What holds its elements, and maybe others; or their value, if all are the same.
     source: torch.Tensor | Lazy | float
-    where: Cut
+    where: Cut  # the box of the source, relative to what that holds, and the box of the chunk
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Origin:
@@ -222,7 +219,7 @@ class Piece:
     def made_blocks(self) -> list[Block]:
         """Return its blocks, to be made as they are written."""
         width, cut = itemsize(self.dtype), boxes_of(self.shape, self.dtype) if self.nbytes else ()
-        made = [Made(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
+        made = [Deferred(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
         return [Block([one], partial(self._report, one.nbytes)) for one in made]
 
     def lying_blocks(self) -> list[Block] | None:
@@ -374,7 +371,9 @@ def collect(
             if held is None and 0 in size:  # which no rank may have any origin of
                 held = empty_tensor(box, properties.dtype)
             elif held is None:
-                held = holders[source, start] = _holder(find(source, start))
+                value = flat.get(source)
+                held = value if isinstance(value, Lazy) else as_tensor(find(source, start))
+                holders[source, start] = held
         except TypeError as error:
             refused[name] = str(error)
             continue
@@ -385,13 +384,6 @@ def collect(
         if why is not None:
             refused[name] = why
     return pieces, values, refused
-
-
-def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements; of arrays that no tensor can share, a copy."""
-    if isinstance(shard, torch.Tensor) or not isinstance(shard, Lazy):
-        return as_tensor(shard)
-    return shard
 
 
 def _misfit(origin: Origin, dtype: str) -> str | None:

@@ -29,7 +29,7 @@ from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES, block_numbers, boxes_of, cut_blocks, cut_within
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
@@ -44,7 +44,7 @@ _HELD: Final = 2  # batches of a file: one is written, and another was begun to 
 _SHOWN: Final = 20  # rows of a printed plan
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Box:
     """A part of a saved tensor."""
 
@@ -101,7 +101,7 @@ class CopyPlan(Printed):
     def _sheet(self) -> Sheet:
         copied = human_bytes(self.nbytes[self.copied].sum())
         title = (
-            f"copy {human_bytes(self.nbytes.sum())} in {len(self.boxes):,} boxes, "
+            f"copy {human_bytes(self.nbytes.sum())} in {counted(len(self.boxes), 'box')}, "
             f"{copied} from file to file"
         )
         head = ("batch", "first box", "boxes", "bytes", "copied", "reads")
@@ -358,12 +358,12 @@ def copy_budget(
     """
     reading = max(min(max_memory // 4, 256 << 20), 2 * BATCH_BYTES + read_staging)
     rest = max_memory - reading
-    depth = _DEPTH if rest >= 2 * file_bytes(_DEPTH, write_staging) else 1
-    files = min(rest // file_bytes(depth, write_staging), max_files)
+    depth = _DEPTH if rest >= 2 * copy_memory(_DEPTH, write_staging) else 1
+    files = min(rest // copy_memory(depth, write_staging), max_files)
     return CopyBudget(max(1, files), depth, reading)
 
 
-def file_bytes(depth: int, staging: int) -> int:
+def copy_memory(depth: int, staging: int) -> int:
     """Return how much memory a file in the making takes at most."""
     return (_HELD + depth) * BATCH_BYTES + _MADE * BLOCK_BYTES + staging
 
@@ -375,7 +375,7 @@ def share_plans(plans: Sequence[SavePlan], processes: int) -> list[list[int]]:
     >>> share_plans([local_plan({"w": TensorSpec((n,))}) for n in (1, 5, 3, 3)], 2)
     [[1, 0], [2, 3]]
     """
-    sizes = [tensor_bytes(plan) for plan in plans]
+    sizes = [written_bytes(plan) for plan in plans]
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -385,7 +385,7 @@ def share_plans(plans: Sequence[SavePlan], processes: int) -> list[list[int]]:
     return shares
 
 
-def tensor_bytes(plan: SavePlan) -> int:
+def written_bytes(plan: SavePlan) -> int:
     """Return how many bytes of tensors a plan writes."""
     items = plan.items
     if not len(items):

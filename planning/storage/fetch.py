@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, numbered
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, blocks_along, cut_blocks, reach_of
 from .ranges import (
     SMALL,
@@ -27,10 +27,10 @@ from .ranges import (
     WIDE_GAP,
     ByteRanges,
     Flags,
+    box_ranges,
     coalesce,
-    filled,
+    fills_chunks,
     range_axis,
-    spread,
     steps,
     whole_blocks,
 )
@@ -159,7 +159,7 @@ class FetchPlan(Printed):
         box = self.blocks.box[blocks]
         width = self.places.itemsize[self.reads.chunk[box]]
         sizes, strides = self.blocks.sizes[blocks], self.strides[box]
-        return spread(self.start[blocks], sizes, strides, self.axis[box], width)
+        return box_ranges(self.start[blocks], sizes, strides, self.axis[box], width)
 
     def request(self, blocks: Ints) -> Requested:
         """Return the byte ranges of some blocks of one file, joined into requests."""
@@ -191,8 +191,8 @@ class FetchPlan(Printed):
     @property
     def _sheet(self) -> Sheet:
         title = (
-            f"fetch {human_bytes(self.nbytes.sum())} in {len(self.blocks):,} blocks, "
-            f"{int(self.ranges.sum()):,} ranges, {len(self.tasks):,} tasks"
+            f"fetch {human_bytes(self.nbytes.sum())} in {counted(len(self.blocks), 'block')}, "
+            f"{counted(int(self.ranges.sum()), 'range')}, {counted(len(self.tasks), 'task')}"
         )
         head = ("task", "file", "from byte", "to byte", "blocks", "ranges", "bytes", "hashed")
         return listing(title, head, self._rows(), len(self.tasks))
@@ -235,7 +235,7 @@ def fetch_plan(
     >>> places = ChunkPlaces(*map(np.array, ([0], [100], [4], [[8, 4]], [True])))
     >>> reads = BoxReads(np.array([0]), row(2, 0), row(4, 4), row(1, 1), np.array([True]))
     >>> fetch_plan(places, reads, block_bytes=32, hash_parts=True)
-    fetch 64 B in 2 blocks, 2 ranges, 1 tasks
+    fetch 64 B in 2 blocks, 2 ranges, 1 task
     task  file  from byte  to byte  blocks  ranges  bytes  hashed
        0     0        132      196       2       2     64       2
     """
@@ -292,7 +292,7 @@ def _hashed(places: ChunkPlaces, reads: BoxReads, block_bytes: int, hash_parts: 
     rows = np.flatnonzero((reads.step == 1).all(axis=1) & places.summed[reads.chunk])
     chunk = reads.chunk[rows]
     boxes = (chunk, reads.offsets[rows], reads.lengths[rows], places.extents[chunk])
-    whole = filled(*boxes)
+    whole = fills_chunks(*boxes)
     if hash_parts and not whole.all():
         parts = whole_blocks(*boxes, places.itemsize[chunk], block_bytes)
         whole |= parts & ~np.isin(chunk, chunk[whole])

@@ -441,16 +441,12 @@ _FROM: Final[dict[type, Callable[[Any], Any]]] = {
 
 @attrs.frozen
 class _Nesting:
-    """The paths of nested keys as torch keeps them, and what these lose.
+    """The paths of nested keys as torch keeps them, and what these lose."""
 
-    Attributes:
-        paths: The path of every name, in torch's form.
-        own: The paths that torch's form cannot express, in ours.
-        empty: The paths of empty dicts, in ours; None for one that is empty on this rank only.
-    """
-
-    paths: dict[str, tuple[str | int, ...]]
+    paths: dict[str, tuple[str | int, ...]]  # the path of every name, in torch's form
+    # The paths that torch's form cannot express, in ours.
     own: dict[str, Path] = attrs.field(factory=dict)
+    # The paths of empty dicts, in ours; None for one that is empty on this rank only.
     empty: dict[str, Path | None] = attrs.field(factory=dict)
 
 

@@ -21,7 +21,7 @@ from torch.futures import Future
 from shardplan.io import Pool, ValueRefusedError, Window
 from shardplan.io.execute import Kept, Reader
 from shardplan.io.formats import CommitJob, WriteJob, find_writer, open_source
-from shardplan.io.stores import Store, open_store
+from shardplan.io.stores import Location, open_store
 from shardplan.planning import (
     Chunk,
     Issue,
@@ -38,15 +38,14 @@ from shardplan.planning import (
     global_plan,
 )
 
-from .planners import UnsafeValueError, dump_value, load_value
+from .planners import UnsafeValueError, dump_buffer, load_buffer
 from .records import from_torch, to_torch
 
-Place = str | os.PathLike[str] | Store
 T = TypeVar("T")
 
 
 def as_torch_storage_writer(
-    path: Place, *, overwrite: bool = False, pool: Pool | None = None
+    path: Location, *, overwrite: bool = False, pool: Pool | None = None
 ) -> StorageWriter:
     """Return a writer for ``torch.distributed.checkpoint.save`` that writes our own format.
 
@@ -79,10 +78,10 @@ def as_torch_storage_writer(
 class _Located:
     """What torch's writers and readers share: the checkpoint's location, under two names."""
 
-    checkpoint_id: Place
+    checkpoint_id: Location
 
     @property
-    def path(self) -> Place:
+    def path(self) -> Location:
         return self.checkpoint_id
 
     @classmethod
@@ -107,7 +106,7 @@ class _Ticket:
 
 
 class _StorageWriter(_Located, StorageWriter):
-    def __init__(self, path: Place, overwrite: bool, pool: Pool | None) -> None:
+    def __init__(self, path: Location, overwrite: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._overwrite, self._pool = overwrite, pool
         self._writer = find_writer("safetensors")
@@ -223,7 +222,7 @@ def _resolved(
         given = planner.resolve_data(item)
         if data is None and isinstance(given, io.BytesIO):
             try:
-                sd[name] = Kept(load_value(given))  # not flattened
+                sd[name] = Kept(load_buffer(given))  # not flattened
             except UnsafeValueError as error:
                 refused[name] = str(error)
         elif data is not None and isinstance(given, torch.Tensor):
@@ -237,7 +236,7 @@ def _resolved(
 
 
 def as_torch_storage_reader(
-    path: Place, *, format: str | None = None, verify: bool = True, pool: Pool | None = None
+    path: Location, *, format: str | None = None, verify: bool = True, pool: Pool | None = None
 ) -> StorageReader:
     """Return a reader for ``torch.distributed.checkpoint.load`` of checkpoints of any known format.
 
@@ -269,7 +268,7 @@ def as_torch_storage_reader(
 
 
 class _StorageReader(_Located, StorageReader):
-    def __init__(self, path: Place, format: str | None, verify: bool, pool: Pool | None) -> None:
+    def __init__(self, path: Location, format: str | None, verify: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._format, self._verify, self._pool = format, verify, pool
         self._reader: Reader | None = None
@@ -332,7 +331,7 @@ class _StorageReader(_Located, StorageReader):
         for item, read in pairs:
             if read.type is LoadItemType.BYTE_IO:
                 value = reader.value(read.storage_index.fqn, verify=self._verify)
-                planner.load_bytes(item, dump_value(value))
+                planner.load_bytes(item, dump_buffer(value))
         return _done(None)
 
 

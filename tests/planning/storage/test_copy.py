@@ -32,7 +32,7 @@ from shardplan.planning.storage import (
     cut_blocks,
     plan_target,
     share_plans,
-    tensor_bytes,
+    written_bytes,
 )
 from shardplan.planning.testing.strategies import shapes, tilings
 
@@ -105,7 +105,7 @@ def test_files_lie_as_they_were_planned(tmp_path):
 def test_a_write_plan_prints_as_a_table_of_its_first_items():
     plan = local_plan({f"t{n:02}": TensorSpec((2,)) for n in range(30)} | {"v": 1})
     lines = repr(write_plan(plan, value_bytes={"v": 3})).splitlines()
-    assert lines[0] == "write 243 B of 31 items to 1 files"
+    assert lines[0] == "write 243 B of 31 items to 1 file"
     assert lines[2].split()[1:] == ["t00", "0", "8", "1"]
     assert lines[-1] == "… 11 more"
     assert "<table" in write_plan(plan)._repr_html_()
@@ -346,7 +346,7 @@ def test_split_plans_hold_every_item_once_and_files_stay_apart(saved, limit, pro
     entries = saved.metadata.state_dict_metadata
     assert chunks == sorted((n, c.offsets) for n in entries for c in entries[n].chunks)
     for part in parts:
-        assert tensor_bytes(part) <= limit or len(part.items) == 1 or _largest(part) > limit
+        assert written_bytes(part) <= limit or len(part.items) == 1 or _largest(part) > limit
         files = {
             int(saved.stored.places.file[saved.stored.first[i.index.fqn] + n])
             for i in part.items
