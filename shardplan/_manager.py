@@ -447,7 +447,7 @@ class _Removal:
         try:
             folders = _folders(self._store)
             old = retain(_entries(self._store, folders), self._policy).drop
-            for folder in (*old, *_abandoned(folders)):
+            for folder in (*old, *_abandoned(self._store, folders)):
                 with self._removing:
                     if folder not in self._saving:
                         _remove(self._store, folder)
@@ -480,11 +480,15 @@ def _look(store: Store) -> _Found | None:
     return None if written is None else _Found("", 0, written, "unfinished")
 
 
-def _abandoned(folders: Sequence[_Found]) -> list[str]:
-    """Return the folders of saves that were killed, unless they are too young to be sure."""
+def _abandoned(store: Store, folders: Sequence[_Found]) -> list[str]:
+    """Return the folders of saves that were killed, unless they are too young to be sure.
+
+    A folder without `METRICS`, with which each of our saves begins, is another program's.
+    """
     before = time.time() - MIN_AGE
     unfinished = (folder for folder in folders if folder.state == "unfinished")
-    return [folder.name for folder in unfinished if (folder.created or 0.0) < before]
+    old = [folder.name for folder in unfinished if (folder.created or 0.0) < before]
+    return [name for name in old if store.exists(f"{name}/{METRICS}")]
 
 
 def _entries(store: Store, folders: Sequence[_Found]) -> list[RunEntry]:
