@@ -112,11 +112,11 @@ def load(
         background: Whether to return once all is planned, and read in a thread. The result is then
             a future of the report, and ``future["model.w"]`` one of that tensor: done as soon as it
             is filled, and the chunks of it that this rank reads whole are verified. Tensors arrive
-            in the order of the state dict, and all at the end if ranks read for each other. Values
-            and the state of objects are in their places once the load is done. Until then, nothing
-            else may use the state dict, but tensors that have arrived. A default ``comm`` is a new
-            one, over own connections. Errors that come after planning are those of the future. A
-            checkpoint that is overwritten meanwhile is not read anew.
+            in the order of the state dict, or all at the end if ranks read for each other. Values
+            and the state of objects are in their places once the load is done. Until then, use
+            nothing of the state dict but the tensors that have arrived. The default ``comm`` has
+            connections of its own. Errors after planning are raised by the future. Reading
+            does not start again if the checkpoint is overwritten meanwhile.
 
     Returns:
         What did not fit, what was read, and how long it took, by phase and by rank; with

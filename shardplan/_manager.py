@@ -112,8 +112,8 @@ class Checkpoints:
             )
         if comm is not None and background and (seconds is not None or on_sigterm):
             raise ValueError(
-                "a background save has the comm for itself, and seconds= and on_sigterm= need one "
-                "at every step; pass background=False, or no comm"
+                "background saves use the comm at any time, but seconds= and on_sigterm= need it "
+                "at every step; pass background=False, or leave comm out"
             )
         self._store = open_store(folder)
         self._every, self._seconds, self._keep = every, seconds, keep or Keep(last=3)

@@ -81,7 +81,7 @@ class Opened:
 
     @property
     def max_gap(self) -> int:
-        """The bytes between two ranges that are sooner fetched than left out."""
+        """The largest gap between two ranges, in bytes, that is read rather than skipped."""
         return FAR_GAP if self.reader is not None and self.reader.store.staging else 0
 
     def value_bytes(self, name: str) -> int:
@@ -464,7 +464,7 @@ def touching(error: Exception, items: ReadItems, *, together: bool) -> Exception
 
 @contextmanager
 def plain_errors(reader: Reader) -> Iterator[None]:
-    """Leave out of errors which keys were filled, and how to accept gaps, for new memory."""
+    """Drop from errors what means nothing for new memory: keys filled, and how to accept gaps."""
     try:
         yield
     except PlanError as error:

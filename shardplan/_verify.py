@@ -25,7 +25,7 @@ _SHOWN: Final = 50
 
 @attrs.frozen(repr=False)
 class VerifyReport(Printed):
-    """What a check of a whole checkpoint found; true if no fault was; printed as a table.
+    """What a check of a whole checkpoint found; true if there are no faults; printed as a table.
 
     Attributes:
         path: The checkpoint.

@@ -1,4 +1,4 @@
-"""Writing files whose layout is known before their first byte is.
+"""Write files whose layout is known in advance.
 
 A file is described as `Content` (bytes that lie in memory or in other files, or are made as they
 are written) and `Seal` (bytes that depend on checksums of what comes before). A store that takes
@@ -281,7 +281,7 @@ class _Mover:
         self._files: dict[str, int] = {}
 
     def move(self, block: Block, summed: bool, crc: int = 0) -> int:
-        """Have a block written, sooner or later; go on with a CRC-32 if it is ``summed``."""
+        """Queue a block to be written; continue a CRC-32 if it is ``summed``."""
         for part in block.parts:
             for piece in self._read(part) if isinstance(part, Stretch) else _cut(part):
                 check_stopped()
@@ -293,7 +293,7 @@ class _Mover:
         return crc
 
     def put(self, view: memoryview) -> None:
-        """Have some bytes written, sooner or later."""
+        """Queue bytes to be written."""
         if view.nbytes:
             self._views.append(view)
             self._at += view.nbytes
@@ -307,13 +307,13 @@ class _Mover:
             self._at = self._begin = self._started = at
 
     def flush(self) -> None:
-        """Write what waits, and have the system bring it to the disk."""
+        """Write what is queued, and let the system begin to bring it to the disk."""
         self._write()
         start_writeback(self._fd, self._started, self._at - self._started)
         self._started = self._at
 
     def _write(self) -> None:
-        """Write what waits; its memory can then be used again."""
+        """Write what is queued; its memory can then be used again."""
         write_run(self._fd, self._begin, self._views)
         self._begin, self._views, self._used = self._at, [], 0
 
@@ -339,7 +339,7 @@ class _Mover:
             stretch.seen(state.intdigest())
 
     def _take(self, nbytes: int) -> memoryview:
-        """Return memory in which nothing waits to be written."""
+        """Return memory that holds nothing queued."""
         if PIECE - self._used < min(nbytes, _LEAST):
             self._write()
         size = min(PIECE - self._used, nbytes)
