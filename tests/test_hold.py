@@ -14,6 +14,7 @@ JOBS = [
     "overwrite dcp",
     "convert torch to hf",
     "prune",
+    "incremental save",
 ]
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
     )  # fmt: skip
+    from .linking import comparable, files_to_share, without_shared
     from .places import Places, chunk_places
     from .ranges import (  # isort: skip
         SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, filled, lies_together,
@@ -68,6 +69,7 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
+        "linking": "comparable files_to_share without_shared",
         "places": "Places chunk_places",
         "ranges": (
             "SMALL ByteRanges Requests byte_ranges coalesce fetched filled lies_together "

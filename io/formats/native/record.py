@@ -28,12 +28,15 @@ class FileTable:
         sizes: Their sizes in bytes.
         headers: Where the data of each begins; the size of a table.
         digests: The checksum of each header, which covers the checksums in it, or of a table.
+        shared: The files that another save wrote, and how many of the bytes of each this checkpoint
+            has no use for.
     """
 
     names: tuple[str, ...]
     sizes: Ints
     headers: Ints
     digests: tuple[int, ...]
+    shared: Mapping[int, int] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         return len(self.names)
