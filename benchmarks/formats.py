@@ -78,7 +78,7 @@ def timed(work):
 
 
 def ratio(label, theirs, ours, rounds, before=lambda: None):
-    """Run both in turn, and tell how many times as fast ours is."""
+    """Run both in turn, and print how many times as fast ours is."""
     times = {"torch": [], "ours": []}
     for _ in range(rounds):
         for name, work in (("torch", theirs), ("ours", ours)):

@@ -1,4 +1,4 @@
-"""Planning against torch DCP: both sides in one run, told as ratios.
+"""Planning against torch DCP: both sides in one run, as ratios.
 
     python -P benchmarks/planning.py [--ranks 512] [--tensors 1000] [--largest 4096]
 

@@ -144,19 +144,13 @@ class Comm(ABC):
 
 @attrs.frozen(eq=False)
 class Meeting:
-    """A meeting that all ranks have come to; every rank calls `answer` once.
+    """A meeting that all ranks have come to; every rank calls `answer` once."""
 
-    Attributes:
-        comm: The ranks.
-        topic: Its purpose.
-        gathered: Every rank's bytes, by rank, on the coordinator; None on the others.
-        reply: On the others, what the coordinator answered.
-    """
-
-    comm: Comm
-    topic: str
+    comm: Comm  # the ranks
+    topic: str  # its purpose
+    # Every rank's bytes, by rank, on the coordinator; None on the others.
     gathered: list[bytes] | None
-    reply: bytes = b""
+    reply: bytes = b""  # on the others, what the coordinator answered
 
     def answer(self, parts: Sequence[bytes]) -> bytes:
         """End the meeting, and return this rank's part of what the coordinator gives.

@@ -1,4 +1,4 @@
-"""Messages between ranks outside of meetings: each rank knows who sends how much to whom."""
+"""Messages between ranks outside of meetings: each rank knows what it sends and receives."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from shardplan.planning import named_extras
 
 from .comm import Comm, Meeting, Pending
 from .errors import LostRanksError
-from .rendezvous import Line, Meetings
+from .rendezvous import Meetings, WaitingStore
 from .transport import StuckError, Trouble, Wire, Worker
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Shared:
 
     hosted: Any  # the group's own store, which this process may host for the others
     store: Any  # the same on our own connection: who waits on one blocks it as long as that lasts
-    line: Line | None = None  # the same once more, to wait on
+    line: WaitingStore | None = None  # the same once more, to wait on
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -113,7 +113,7 @@ def _numbered(group: ProcessGroup, rank: int) -> tuple[_Shared, int]:
     if group not in _shared:
         store = distributed_c10d._get_process_group_store(group)
         if hasattr(store, "clone"):
-            _shared[group] = _Shared(store, store.clone(), Line(store.clone()))
+            _shared[group] = _Shared(store, store.clone(), WaitingStore(store.clone()))
         else:
             _shared[group] = _Shared(store, store)
     return _shared[group], _shared[group].store.add(f"shardplan/comms/{rank}", 1)

@@ -37,7 +37,7 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from .errors import LostRanksError
-from .transport import Call, Worker
+from .transport import Job, Worker
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class _Note:
 
 
 @attrs.frozen(eq=False)
-class Line:
+class WaitingStore:
     """The store on a connection that blocks while somebody waits, and whose turn it is to wait."""
 
     store: Any
@@ -87,9 +87,9 @@ class Meetings:
     lost: LostRanksError | None = None  # no meeting takes place after that
     worker: Worker = attrs.field(factory=Worker)  # the thread that talks to the store
     leaving: str | None = None  # why this rank leaves, if it does: the worker then stops waiting
-    line: Line | None = None  # to wait on
+    line: WaitingStore | None = None  # to wait on
     waiter: Worker = attrs.field(factory=Worker)  # the thread that waits there
-    waiting: Call | None = None  # its last wait
+    waiting: Job | None = None  # its last wait
     due: float = 0.0  # when the store should answer at the latest, by the monotonic clock
     suspects: dict[int, str] = attrs.field(factory=dict)  # ranks whose bytes did not come, and why
     broken: bool = False  # whether the connection to suspects is gone

@@ -36,7 +36,7 @@ class StuckError(TimeoutError):
 
 
 @attrs.define(eq=False)
-class Call:
+class Job:
     """A function to call, and its outcome once it is done."""
 
     function: Callable[[], Any]
@@ -65,7 +65,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
 
@@ -83,18 +83,18 @@ class Worker:
                 return result
         raise StuckError(f"no reply in {limit:g} s")
 
-    def begin(self, function: Callable[[], object]) -> Call:
+    def begin(self, function: Callable[[], object]) -> Job:
         """Have ``function`` called after the calls made so far, and return the call."""
         if self._thread is None:
             self._thread = _start(self._serve)
-        call = Call(function)
+        call = Job(function)
         self.busy = True
         self._calls.put(call)
         return call
 
     def post(self, function: Callable[[], object]) -> None:
         """Have ``function`` called after the calls made so far, and ignore its outcome."""
-        self._calls.put(Call(function))
+        self._calls.put(Job(function))
 
     def close(self) -> None:
         """Let the thread end after the calls it was given."""
@@ -118,7 +118,7 @@ class Trouble:
 
 
 @attrs.define(eq=False)
-class Transfer:
+class Delivery:
     """Memory that is being sent to, or filled by, another place; a `Pending`."""
 
     wire: Wire
@@ -167,7 +167,7 @@ class Wire:
         self._store, self._rank, self._token = store, rank, secrets.token_bytes(16)
         self._lock, self._closed = threading.Lock(), False
         self._listener: socket.socket | None = None
-        self._lines: dict[tuple[int, bool], SimpleQueue[Transfer | None]] = {}
+        self._lines: dict[tuple[int, bool], SimpleQueue[Delivery | None]] = {}
         self._came: defaultdict[int, SimpleQueue[socket.socket | None]] = defaultdict(SimpleQueue)
         self._sockets: list[socket.socket] = []
 
@@ -178,12 +178,12 @@ class Wire:
         gone: Callable[[Mapping[int, Trouble]], Exception],
         *,
         sends: bool,
-    ) -> Transfer:
+    ) -> Delivery:
         """Begin to send memory to one place, or to receive into it; any thread may do so.
 
         The memory must not change until the transfer is done.
         """
-        transfer = Transfer(self, place, memory.cast("B") if memory.nbytes else memory, gone)
+        transfer = Delivery(self, place, memory.cast("B") if memory.nbytes else memory, gone)
         with self._lock:
             line = self._lines.get((place, sends))
             if line is None and not self._closed:
@@ -278,7 +278,7 @@ class Wire:
 
 
 def _serve(
-    line: SimpleQueue[Transfer | None],
+    line: SimpleQueue[Delivery | None],
     connect: Callable[[], socket.socket],
     move: Callable[[socket.socket, memoryview], None],
 ) -> None:

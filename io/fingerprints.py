@@ -8,7 +8,7 @@
 3. Sums of any boxes that make up the tensor add up to those of the whole, since bytes that a box
    does not have count as zero.
 
-They are quick, and find any change that is not made on purpose; they are no cryptography.
+They are quick, and find any change that is not made on purpose; they are not cryptography.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _segments(words: Words, begin: int) -> Iterator[tuple[Words, int, int]]:
 
 
 def _sums_of_words(words: Words, rows: Words, segment: int, place: int) -> PlaceSums:
-    """Return the sums of words, by row and segment, of which the first has a number."""
+    """Return the sums of words, by row and segment, given the number of the first segment."""
     count, segments, width = words.shape
     tables = [table[place : place + width] for table in _TABLES]
     numbers = np.arange(segment, segment + segments, dtype=np.uint64)

@@ -29,17 +29,13 @@ _DEPTH: Final = 8  # how deep an error looks inside a value for the part that ca
 
 @attrs.frozen
 class StoredValue:
-    """A value as it is stored.
+    """A value as it is stored."""
 
-    Attributes:
-        kind: ``"inline"``: JSON data in the manifest; ``"json"``: JSON text in a shard file;
-            ``"torch"``: what `torch.save` writes, in a shard file; ``"bytes"`` and ``"bytearray"``:
-            the value itself, in a shard file.
-        data: The JSON data, or the bytes.
-    """
-
+    # ``"inline"``: JSON data in the manifest; ``"json"``: JSON text in a shard file; ``"torch"``:
+    # what `torch.save` writes, in a shard file; ``"bytes"`` and ``"bytearray"``: the value itself,
+    # in a shard file.
     kind: str
-    data: Any
+    data: Any  # the JSON data, or the bytes
 
 
 def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:

@@ -24,11 +24,6 @@ Sizes = tuple[int, ...]
 class Window:
     """A box of tensor memory, with the axes that the checkpoint gives it.
 
-    Attributes:
-        memory: The box, with the axes of the state dict's tensor.
-        sizes: Its sizes in the checkpoint.
-        axes: How the axes of the memory become those of the checkpoint; None if they are the same.
-
     >>> window = Window(torch.arange(6).reshape(2, 3), (3, 2), Axes((2, 3), (1, 0)))
     >>> window.tensor
     tensor([[0, 3],
@@ -36,8 +31,9 @@ class Window:
             [2, 5]])
     """
 
-    memory: torch.Tensor
-    sizes: Sizes
+    memory: torch.Tensor  # the box, with the axes of the state dict's tensor
+    sizes: Sizes  # its sizes in the checkpoint
+    # How the axes of the memory become those of the checkpoint; None if they are the same.
     axes: Axes | None = None
 
     @classmethod

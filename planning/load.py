@@ -13,7 +13,7 @@ import numpy as np
 from .check import layout_issues
 from .columns.arrays import Ints, distinct, group_rows, pad, readonly
 from .columns.items import Head, WriteItems
-from .columns.pieces import GridReads, read_pieces
+from .columns.pieces import GridReads, reads_of_pieces
 from .columns.reads import ReadItems
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.axes import cut
@@ -121,7 +121,7 @@ def load_plan(
     if isinstance(pieces, GridOverlap):
         reads: ReadItems = GridReads(items, wanted, pieces, values)
     else:
-        reads = read_pieces(items, wanted, pieces, values)
+        reads = reads_of_pieces(items, wanted, pieces, values)
     return LoadPlan(reads, report=report, rank=plan.rank, world_size=plan.world_size)
 
 

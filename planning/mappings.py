@@ -81,7 +81,7 @@ def llama_torchtitan_to_hf(
             half_by_half(f"layers.#.attention.{name}.weight", count, head_dim, hidden, required)
             for name, count in [("wq", heads), ("wk", kv_heads)]
         ),
-        rename(numbered(TORCHTITAN_TO_HF, layers), required=required),
+        rename(per_layer(TORCHTITAN_TO_HF, layers), required=required),
     )
 
 
@@ -156,7 +156,7 @@ def llama_hf_to_megatron(
         ),
         concat(gated, f"{theirs}.mlp.linear_fc1.weight", required=required),
         *padding,
-        rename(numbered(HF_TO_MEGATRON, layers), required=required),
+        rename(per_layer(HF_TO_MEGATRON, layers), required=required),
     )
 
 
@@ -285,7 +285,7 @@ def half_by_half(
     )
 
 
-def numbered(names: Mapping[str, str], layers: int) -> dict[str, str]:
+def per_layer(names: Mapping[str, str], layers: int) -> dict[str, str]:
     """Return a mapping of names with ``#`` replaced by the number of each layer."""
     return {
         old.replace("#", str(layer)): new.replace("#", str(layer))

@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .columns.arrays import Ints, column
+from .columns.arrays import Ints, column, readonly
 from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
@@ -101,6 +101,16 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
     def row_of(self) -> dict[str, int]:
         """The row of each name."""
         return {name: row for row, name in enumerate(self.names)}
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """Bytes per element of each entry; 0 for non-tensor values."""
+        return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
+
+    @cached_property
+    def name_order(self) -> Ints:
+        """The position of each name in sorted order."""
+        return readonly(np.argsort(sorted(range(len(self)), key=self.names.__getitem__)))
 
     def record(self, row: int) -> TensorMetadata | BytesMetadata:
         """Return the record of one row."""

@@ -76,8 +76,8 @@ def register_node(
 
     Raises:
         ValueError: The class is registered already, with other functions.
-        TypeError: The functions are missing, and it has no fields, or some that are no arguments of
-            ``__init__``; or it is a built-in container.
+        TypeError: The functions are missing, and it has no fields, or some that ``__init__``
+            does not take; or it is a built-in container.
     """
     given: object = kind
     if not isinstance(given, type) or given in _PLAIN:

@@ -46,7 +46,7 @@ class SavePlan(Printed):
         rank: The plan's rank among the ranks that save or load; None if unknown.
         world_size: The number of ranks; None if unknown.
         held: The items before any pass, all of which must be saved or filled; None means ``items``.
-        left_out: Boxes of ``held`` that passes leave out of tensors of which they move other parts,
+        left_out: Boxes of ``held`` that passes leave out of tensors whose other parts they move,
             as `trim` does: items as in ``held``, so in the state dict's frame; None if there are
             none.
     """

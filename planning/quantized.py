@@ -1,4 +1,4 @@
-"""Block-quantised tensors: small numbers, of which each block has a scale; and how they are read.
+"""Block-quantised tensors, small numbers with a scale per block, and how they are read.
 
 Two kinds are known by their names and dtypes:
 

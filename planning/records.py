@@ -212,7 +212,7 @@ def fitting_axes(source: tuple[int, ...], chunk: tuple[int, ...], axes: Axes | N
 def _source_box(
     name: str, chunk: Chunk | None, box: Chunk | None, axes: Axes | None
 ) -> tuple[Chunk | None, Axes | None]:
-    """Return the box of which a chunk is made, None if it is the chunk itself, and its axes."""
+    """Return the box that a chunk is made of, None if it is the chunk itself, and its axes."""
     if box is None and axes is None:
         return None, None
     if chunk is None or box is None:

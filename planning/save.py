@@ -23,7 +23,7 @@ from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
 from .sources import dropped_names, source_issues
-from .tensors import Held, Memo, held, held_alike
+from .tensors import LocalBoxes, Memo, held, held_alike
 from .tree import (
     FrozenDict,
     Path,
@@ -72,7 +72,7 @@ def local_plan(
     """
     flat, paths = flatten(sd, whole=whole)
     names = tuple(sorted(flat))
-    each: list[Held | None] = []
+    each: list[LocalBoxes | None] = []
     refused = []
     memo: Memo = {}
     for name in names:
@@ -96,7 +96,7 @@ def local_plan(
     return SavePlan(items, None, data, rank, len(mesh), items)
 
 
-def _boxes_of(here: Held | None) -> tuple[Head, Sequence[Chunk]]:
+def _boxes_of(here: LocalBoxes | None) -> tuple[Head, Sequence[Chunk]]:
     """Return the boxes that are held of a tensor that has no name yet; None for a value."""
     if here is None:
         return Head.value(""), (NO_CHUNK,)

@@ -19,7 +19,7 @@ from .dtypes import dtype_name
 from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .geometry.tilings import Chunk, as_ints, shape_fault
 from .mesh.placements import (
-    Cut,
+    AxisCut,
     Mesh,
     Placement,
     Replicate,
@@ -38,7 +38,7 @@ from .tree import flatten, is_plain_type, is_tensor
 
 
 @attrs.frozen
-class Held:
+class LocalBoxes:
     """The parts of a tensor that this rank holds."""
 
     properties: TensorProperties
@@ -47,7 +47,7 @@ class Held:
     sharded: bool  # whether other ranks may hold the rest
 
 
-def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held:
+def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> LocalBoxes:
     """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements."""
     try:
         known = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -66,11 +66,11 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     chunks = _chunks(name, value, mesh, rank)
     if chunks is None or (0 in size and not is_elsewhere(value, mesh, rank)):
         whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank
-        return Held(properties, size, (whole,), chunks is not None)
-    return Held(properties, size, tuple(c for c in chunks if c.numel), True)
+        return LocalBoxes(properties, size, (whole,), chunks is not None)
+    return LocalBoxes(properties, size, tuple(c for c in chunks if c.numel), True)
 
 
-Memo = dict[Hashable, Held]
+Memo = dict[Hashable, LocalBoxes]
 """Descriptions of tensors by kind; a model has few kinds."""
 
 _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
@@ -104,7 +104,7 @@ def spec_of(value: Any) -> Any:
     return spec if own else None
 
 
-def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
+def held_alike(name: str, value: Any, memo: Memo) -> LocalBoxes | None:
     """Describe a tensor as `held` does, once per kind; None if it has no kind."""
     kind = kind_of(value)
     if kind is None:
@@ -259,7 +259,7 @@ def _placed(
 
 
 def is_nested(
-    shape: tuple[int, ...], cuts: tuple[tuple[Cut, ...], ...], local: tuple[int, ...] | None
+    shape: tuple[int, ...], cuts: tuple[tuple[AxisCut, ...], ...], local: tuple[int, ...] | None
 ) -> bool:
     """Return True if a local tensor is as large as FSDP2 would have made it; see `nested_cuts`."""
     nested = nested_cuts(cuts)

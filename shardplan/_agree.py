@@ -202,8 +202,8 @@ class _Planning:
             mine = mine.on(self.comm.rank)
         if not verdict.describers:
             return JoinedPlans([mine], [0] * self.comm.world_size)
-        tells = self.comm.rank in verdict.describers
-        own = mine.tag.encode() + zlib.compress(mine.encoded if tells else b"")
+        describes = self.comm.rank in verdict.describers
+        own = mine.tag.encode() + zlib.compress(mine.encoded if describes else b"")
         _, parts = unpack(zlib.decompress(all_reduce(self.comm, _STEP, lambda: own, _collected)))
         which = parts.pop("part")
         return JoinedPlans([Description.decoded(parts[str(n)]) for n in range(len(parts))], which)

@@ -30,7 +30,7 @@ _log = logging.getLogger("shardplan")
 
 
 class LoadFuture(Future[LoadReport]):
-    """A load in progress, of which ``future[key]`` is a future of one key; see `load`.
+    """A load in progress; ``future[key]`` is a future of one key. See `load`.
 
     Attributes:
         path: The checkpoint.

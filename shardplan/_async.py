@@ -25,7 +25,7 @@ from ._comm import JobComm, as_comm, place_of
 from ._line import Line
 from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
-from ._save import SaveOptions, Target, save_state
+from ._save import Destination, SaveOptions, save_state
 from ._sharing import base_of
 from ._snapshots import Buffers, Snapshot
 from ._staging import SharedMemory
@@ -181,7 +181,7 @@ def async_save(
             ranks = None  # if `take` fails, it reports to the other ranks itself
             ranks = _job.take() if comm is None else comm
             with watch.phase("stage"):
-                opening = partial(Target.open, path, format, extra_files)
+                opening = partial(Destination.open, path, format, extra_files)
                 writer = saver.start_writer() if process else None
                 copy = saver.snapshot(state_dict, opening, ranks, earlier, writer)
                 if not overlap:
@@ -213,7 +213,7 @@ class _Copy:
     """
 
     buffers: Buffers
-    target: Target | None = None
+    target: Destination | None = None
     snapshot: Snapshot | None = None
     error: BaseException | None = None
     raised: bool = False
@@ -228,7 +228,7 @@ class _Copy:
             future.staged.set_result(None)
         return attrs.evolve(self, error=_torn(changed)) if changed and check else self
 
-    def opened(self) -> Target:
+    def opened(self) -> Destination:
         """Return the target, or raise the error."""
         if self.error is not None:
             raise self.error
@@ -273,7 +273,7 @@ class _Saver:
     def snapshot(
         self,
         state_dict: State,
-        opening: Callable[[], Target],
+        opening: Callable[[], Destination],
         comm: Comm,
         earlier: BaseException | None,
         writer: WriterProcess | None = None,

@@ -59,7 +59,7 @@ def content_hash(
 
     It is equal for the same names, dtypes, shapes, elements and values on any mesh, on any number
     of ranks, in any format. It differs if an element, its place, its dtype, its shape or its name
-    does. It finds changes that happen by accident; it is no cryptography.
+    does. It finds changes that happen by accident; it is not cryptography.
 
     Many ranks call this together. Each hashes the elements that it holds, or a part of the
     checkpoint, and one small message per rank brings the sums together. Ranks that hold the same
@@ -110,19 +110,13 @@ def content_hash(
 
 @attrs.frozen
 class _Held:
-    """What a rank knows of a tensor, or of a value.
+    """What a rank knows of a tensor, or of a value."""
 
-    Attributes:
-        dtype: The tensor's; empty for a value.
-        shape: The tensor's.
-        boxes: What the rank hashed: offsets, sizes and the two sums of each box.
-        digest: The value's; empty for a tensor.
-    """
-
-    dtype: str
-    shape: Sequence[int] = ()
+    dtype: str  # the tensor's; empty for a value
+    shape: Sequence[int] = ()  # the tensor's
+    # What the rank hashed: offsets, sizes and the two sums of each box.
     boxes: Sequence[Sequence[Any]] = ()
-    digest: str = ""
+    digest: str = ""  # the value's; empty for a tensor
 
 
 def _of_state(contents: Any, comm: Comm) -> Iterator[tuple[str, _Held]]:
@@ -230,7 +224,7 @@ def _gaps(
     kinds: Mapping[str, Mapping[Any, list[int]]],
     sums: Mapping[str, Mapping[Any, Mapping[Any, list[int]]]],
 ) -> Iterator[Issue]:
-    """Report tensors of which the ranks hold a part, or parts that overlap."""
+    """Report tensors that the ranks hold only in part, or in parts that overlap."""
     for name, kind in kinds.items():
         dtype, shape, _ = next(iter(kind))
         held = sum(math.prod(sizes) for _, sizes in sums[name])

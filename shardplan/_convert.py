@@ -156,7 +156,7 @@ def convert(
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
             out, tensors stay cut as they are, or become whole where the format wants it.
         placements: How tensors lie on the mesh: placements for all tensors; or by shell-style
-            pattern of names, of which the first that fits counts, and other tensors are not cut;
+            pattern of names: the first that fits counts, and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
         max_memory: The most bytes to use beside Python and torch, such as ``"2GiB"``; 128 MiB at
             least, and 64 MiB more for each of the two that is in an object store.

@@ -48,7 +48,7 @@ def explore(
     trace: PlannerTrace | None = None,
     title: str = "",
 ) -> Explorer:
-    """Show a load that was planned: what each rank reads, of which file, who wrote it, and why.
+    """Show a load that was planned: what each rank reads, from which file, who wrote it, and why.
 
     Choose a tensor and click its boxes; choose a rank; zoom into the traffic. The page needs no
     server and no network. Its size grows with distinct layouts and names, not with ranks.

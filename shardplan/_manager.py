@@ -36,7 +36,7 @@ from ._state import State
 METRICS: Final = "metrics.json"
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _MOST: Final = 1 << 20  # bytes of a file of metrics
-_NOTES: Final = 16  # earlier saves of a step, of which the last may all have failed
+_NOTES: Final = 16  # earlier saves of a step; the last ones may have failed
 _DAMAGE: Final = (FormatError, StoreError)
 _T = TypeVar("_T")
 

@@ -31,7 +31,7 @@ from shardplan.planning.columns import ReadItems, unpack
 from shardplan.planning.storage import (
     Exchange,
     Parcel,
-    Part,
+    ParcelPart,
     boxes_of,
     transfer_rounds,
     value_reads,
@@ -41,13 +41,13 @@ from ._memory import destinations, refuse_fixed
 from ._read import Destinations, decode_values, encode_values, leaving
 from ._report import Stopwatch
 
-__all__ = ["Moving", "Target"]
+__all__ = ["Moving", "Filled"]
 
 _ROUND_BYTES: Final = 256 << 20  # that a rank sends at a time, and receives
 
 
 @attrs.frozen(eq=False)
-class Target:
+class Filled:
     """A state dict to be filled: as it is, flattened, and the path of each name."""
 
     state: Mapping[Any, Any]
@@ -57,26 +57,20 @@ class Target:
 
 @attrs.frozen(eq=False)
 class Moving:
-    """One rank's part of a transfer: its plan, and the memory that is sent and filled.
-
-    Attributes:
-        rounds: What it sends and receives, in order.
-        pieces: What it can send, by the name and the start of each chunk.
-        given: The non-tensor values that it can send, by name.
-        into: What it fills.
-    """
+    """One rank's part of a transfer: its plan, and the memory that is sent and filled."""
 
     comm: Comm
     plan: LoadPlan
     metadata: Metadata
-    rounds: Sequence[Exchange]
+    rounds: Sequence[Exchange]  # what it sends and receives, in order
+    # What it can send, by the name and the start of each chunk.
     pieces: Mapping[tuple[str, tuple[int, ...]], Piece]
-    given: Mapping[str, Any]
-    into: Destinations
+    given: Mapping[str, Any]  # the non-tensor values that it can send, by name
+    into: Destinations  # what it fills
 
     @classmethod
     def of(
-        cls, comm: Comm, source: Mapping[str, Any] | None, target: Target | None, reply: bytes
+        cls, comm: Comm, source: Mapping[str, Any] | None, target: Filled | None, reply: bytes
     ) -> Moving:
         """Find the memory of this rank's part, and refuse what cannot be sent or filled."""
         header, parts = unpack(reply)
@@ -204,16 +198,12 @@ class _Reads:
 
 @attrs.frozen(eq=False)
 class _Landing:
-    """A parcel that is being received: straight into a tensor, or into memory of its own.
-
-    Attributes:
-        view: What is filled.
-        boxes: If that is memory of its own: what each part fills, its box there, and its dtype.
-    """
+    """A parcel that is being received: straight into a tensor, or into memory of its own."""
 
     peer: int
-    view: memoryview
-    boxes: Sequence[tuple[Window, Part, str]] = ()
+    view: memoryview  # what is filled
+    # If that is memory of its own: what each part fills, its box there, and its dtype.
+    boxes: Sequence[tuple[Window, ParcelPart, str]] = ()
 
     @classmethod
     def of(cls, parcel: Parcel, reads: _Reads, window: Callable[[int], Window]) -> _Landing:

@@ -43,7 +43,7 @@ from shardplan.planning.storage import (
     FAR_GAP,
     Incoming,
     Outgoing,
-    Piece,
+    ReadRegion,
     Region,
     Round,
     SharedReads,
@@ -396,7 +396,7 @@ def _part_of(data: Bytes, region: Region, part: tuple[slice, ...]) -> Bytes:
     return np.ascontiguousarray(elements[part]).reshape(-1).view(np.uint8)
 
 
-def _view_of(staged: torch.Tensor, piece: Piece) -> Bytes:
+def _view_of(staged: torch.Tensor, piece: ReadRegion) -> Bytes:
     """Return the bytes of a piece of what was read."""
     view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
     assert view is not None

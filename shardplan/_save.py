@@ -107,7 +107,7 @@ def save(
         return part(expand(state_dict), place_of(ranks))
 
     try:
-        opening = partial(Target.open, path, format, extra_files)
+        opening = partial(Destination.open, path, format, extra_files)
         return save_state(ranks, opening, state, options, Stopwatch())
     except REFUSALS as error:
         if planner is None:  # with one, it is unknown what it would have left out
@@ -130,7 +130,7 @@ class SaveOptions:
 
 
 @attrs.frozen(eq=False)
-class Target:
+class Destination:
     """The destination of a checkpoint, its writer, and the process in which that writes."""
 
     store: Store
@@ -144,7 +144,7 @@ class Target:
         path: str | os.PathLike[str] | Store,
         format: str,
         extra_files: ExtraFiles | None = None,
-    ) -> Target:
+    ) -> Destination:
         """Open a target; nothing is written."""
         options = {} if extra_files is None else {"extra_files": extra_files}
         return cls(*open_target(path, format, **options), format)
@@ -174,7 +174,7 @@ class Target:
 
 def save_state(
     comm: Comm,
-    target: Callable[[], Target],
+    target: Callable[[], Destination],
     state: Callable[[], Mapping[Any, Any]],
     options: SaveOptions,
     watch: Stopwatch,
@@ -189,7 +189,7 @@ def save_state(
     """
     comm = counting(comm, partial(watch.count, "exchange"))
 
-    def begin() -> Begun[Target]:
+    def begin() -> Begun[Destination]:
         with watch.phase("open"):
             opened = target()
             opened.check(comm, options.overwrite)
@@ -231,7 +231,7 @@ class _AgreedSave:
     """A save that all ranks have agreed on, as one rank carries it out."""
 
     comm: Comm
-    agreed: Agreed[Target]
+    agreed: Agreed[Destination]
     options: SaveOptions
     watch: Stopwatch
     sharing: Sharing = NOTHING_SHARED
@@ -253,7 +253,7 @@ class _AgreedSave:
         return attrs.evolve(self, agreed=agreed, sharing=sharing)
 
     @property
-    def target(self) -> Target:
+    def target(self) -> Destination:
         return self.agreed.begun.target
 
     def carry_out(self) -> StepResult[Part, tuple[RankReport, ...]]:

@@ -23,7 +23,7 @@ from shardplan.planning.geometry import Chunk
 
 from ._staging import Key, Memory, PrivateMemory
 
-__all__ = ["Buffers", "Shards", "Snapshot", "plain"]
+__all__ = ["Buffers", "LocalShards", "Snapshot", "plain"]
 
 
 class Buffers:
@@ -192,7 +192,7 @@ def _tensor(like: torch.Tensor, copies: list[torch.Tensor]) -> torch.Tensor:
     return copies[0].detach().requires_grad_() if like.requires_grad else copies[0]
 
 
-def _shards(name: str, value: Any) -> Shards:
+def _shards(name: str, value: Any) -> LocalShards:
     """Return the shards of a tensor on this rank; they are not copied."""
     here = held(name, value)
     with torch.no_grad():
@@ -201,11 +201,11 @@ def _shards(name: str, value: Any) -> Shards:
             for chunk in here.chunks
         )
     grad = bool(getattr(value, "requires_grad", False))
-    return Shards(here.size, value.dtype, grad, here.chunks, shards)
+    return LocalShards(here.size, value.dtype, grad, here.chunks, shards)
 
 
 @attrs.frozen(eq=False)
-class Shards:
+class LocalShards:
     """The shards of a tensor that this rank has."""
 
     shape: tuple[int, ...]
@@ -234,7 +234,7 @@ class Shards:
 
 
 def plain(sd: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a state dict flat, and without DTensors, which need their mesh: they become `Shards`.
+    """Return a state dict flat, with `LocalShards` for DTensors, which need their mesh.
 
     >>> plain({"model": {"w": 1}})
     {'model.w': 1}

@@ -61,20 +61,13 @@ def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
 
 @attrs.frozen(eq=False)
 class SharedFile:
-    """Memory that another process can map, given the descriptor; see `SharedMemory`.
+    """Memory that another process can map, given the descriptor; see `SharedMemory`."""
 
-    Attributes:
-        nbytes: Its size.
-        descriptor: A file without a name, which goes when no process has it any more.
-        address: Where it begins in this process.
-        owner: The process that made it.
-    """
-
-    nbytes: int
-    descriptor: int
+    nbytes: int  # its size
+    descriptor: int  # a file without a name, which goes when no process has it any more
     mapped: mmap.mmap
-    address: int
-    owner: int
+    address: int  # where it begins in this process
+    owner: int  # the process that made it
 
     @classmethod
     def make(cls, nbytes: int) -> SharedFile:

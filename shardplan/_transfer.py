@@ -1,7 +1,7 @@
 """Transfer tensors from ranks to ranks, with no storage in between.
 
 1. Local plans: each rank describes what it gives and what it wants (`_Ends`).
-2. Global plan: one rank runs the passes of both sides, and plans who sends what to whom.
+2. Global plan: one rank runs the passes of both sides, and plans what each sends to each.
 3. Move: each rank sends, receives and copies its part, round by round (`Moving`).
 4. Finish: once all ranks have what they want, values are put in their places; ranks report.
 """
@@ -35,7 +35,7 @@ from shardplan.planning.passes import Stages
 from shardplan.planning.storage import plan_bytes
 
 from ._comm import as_comm, place_of
-from ._moving import Moving, Target
+from ._moving import Filled, Moving
 from ._passes import run_passes
 from ._report import Stopwatch, Timed, logged
 from ._state import State, expand, give_back, part, put, unpart
@@ -182,7 +182,7 @@ class _Ends:
     """What one rank gives, flattened, and what it wants, with their plans; None if nothing."""
 
     source: Mapping[str, Any] | None
-    target: Target | None
+    target: Filled | None
     plans: Mapping[str, SavePlan]
 
     @classmethod
@@ -195,7 +195,7 @@ class _Ends:
         plans = {"given": give, "wanted": want}
         return cls(
             None if give is None else flatten(give)[0],
-            None if want is None else Target(want, *flatten(want)),
+            None if want is None else Filled(want, *flatten(want)),
             {end: local_plan(state) for end, state in plans.items() if state is not None},
         )
 

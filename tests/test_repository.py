@@ -9,6 +9,8 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -211,6 +213,148 @@ def test_type_checkers_find_the_names_of_a_door_where_it_finds_them(path):
     }
     modules = {p.stem for p in path.parent.glob("*.py")} | {p.name for p in path.parent.iterdir()}
     assert modules.isdisjoint(name for names in loaded.values() for name in names.split())
+
+
+# One name, one meaning
+
+# A command is named as the function that it runs, and `dcp` has torch's own names.
+NAMED_AS_THE_VERB = ("cli", "dcp")
+# What each of these is, its folder says: one per format, room or layer.
+MODULES_BY_FOLDER = {"base", "comm", "errors", "joined", "source", "verify", "write"}
+# What decides or describes, in planning, and what does it or offers it to users.
+PLANNED_AND_DONE = {
+    "diff", "explore", "fetch", "layouts", "load", "metadata", "pieces", "quantized", "read",
+    "records", "retention", "save", "tensors", "transfer",
+}  # fmt: skip
+SHARED_MODULES = {
+    "frames": "columns that say how two frames differ, and oracles for them",
+    "keys": "state dicts whose keys differ by rank, and passes that change keys",
+    "strategies": "the address that users import them from",
+    "names": "lists of names in short, and the names that pickles may use",
+}
+SHARED_NAMES = {
+    "Change": "a line of each of two reports, which print under that word",
+    "pad": "a pass, and what numpy calls it for one array",
+    "permute": "a pass, and what torch calls it for one tensor",
+    "save_state": "accelerate's own name for it",
+    "split": "a pass, and what MPI calls the parting of a group of ranks",
+}
+
+
+def own_modules():
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            is_named = path.name not in ("__init__.py", "__main__.py")
+            if is_named and path.relative_to(ROOT).parts[1] not in NAMED_AS_THE_VERB:
+                yield path
+
+
+def public_names(path):
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            yield node.name
+
+
+def repeated(names):
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def test_one_module_name_has_one_meaning():
+    shared = repeated(path.stem.strip("_") for path in own_modules())
+    assert shared == MODULES_BY_FOLDER | set(PLANNED_AND_DONE) | set(SHARED_MODULES)
+
+
+def test_one_name_of_a_class_or_function_has_one_meaning():
+    shared = repeated(name for path in own_modules() for name in {*public_names(path)})
+    assert shared == set(SHARED_NAMES)
+
+
+# Control flow is visible, protocols are honest
+
+GROWING = {"add", "append", "extend", "insert", "setdefault", "update"}
+MEMOS = {"catalogs", "datas"}  # what `decode_plans` has decoded before
+PROTOCOLS = ("Comm", "Format", "Source", "Store", "Writer")
+
+
+@cache
+def sources():
+    paths = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def names_stored_in(node):
+    stored = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and not is_read(n)}
+    return stored | {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+
+
+def is_read(name):
+    return isinstance(name.ctx, ast.Load)
+
+
+def collections_made_in(function):
+    """Yield the names of lists, dicts and sets that a function begins."""
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                made = value.func if isinstance(value, ast.Call) else value
+                made = made.value if isinstance(made, ast.Subscript) else made
+                is_kind = isinstance(made, ast.Name) and made.id in {"dict", "list", "set"}
+                if is_kind or isinstance(made, (ast.Dict, ast.List, ast.Set)):
+                    yield name
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Dict() | ast.List()):
+                yield name
+
+
+def collections_grown_in(closure):
+    """Yield the names of variables of its caller that a closure puts something into."""
+    own = names_stored_in(closure)
+    for node in ast.walk(closure):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=verb)):
+                if verb in GROWING and name not in own:
+                    yield name
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store()) if name not in own:
+                yield name
+
+
+def closures_that_grow(tree):
+    kinds = (ast.FunctionDef, ast.Lambda)
+    for function in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+        inner = [n for n in ast.walk(function) if isinstance(n, kinds) and n is not function]
+        made = {*collections_made_in(function)} if inner else set()
+        for closure in inner if made else ():
+            yield from made & {*collections_grown_in(closure)}
+
+
+def test_no_closure_adds_to_a_collection_of_its_caller():
+    assert {name for tree in sources() for name in closures_that_grow(tree)} == MEMOS
+
+
+def test_a_closure_that_adds_to_a_list_of_its_caller_would_be_noticed():
+    text = "def f():\n    found = []\n    def g(x):\n        found.append(x)\n    return g, found\n"
+    assert [*closures_that_grow(ast.parse(text))] == ["found"]
+
+
+def test_nobody_asks_which_implementation_of_a_protocol_is_there():
+    classes = [n for tree in sources() for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    kinds = set(PROTOCOLS)
+    while more := {
+        c.name
+        for c in classes
+        if c.name not in kinds and any(isinstance(b, ast.Name) and b.id in kinds for b in c.bases)
+    }:
+        kinds |= more
+    asked = {
+        name.id
+        for tree in sources()
+        for call in ast.walk(tree)
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "isinstance"
+        for name in ast.walk(call.args[1])
+        if isinstance(name, ast.Name)
+    }
+    assert {"LocalStore", "NativeSource", "HfWriter"} < kinds
+    # What a user passed: is it one at all? And a sum of checkpoints, which is read term by term.
+    assert asked & kinds == {"Comm", "Store", "CombinedSource"}
 
 
 # The map of the code

@@ -190,7 +190,7 @@ def remove(store: Store, files: Sequence[str]) -> tuple[str, ...]:
 
 
 def remove_save(store: Store, save_id: str) -> None:
-    """Remove the files of a save that surely failed, as far as their names tell."""
+    """Remove the files of a save that surely failed, as far as names say which these are."""
     with suppress(Exception):
         files = store.list(recursive=False)
         store.delete([name for name in files if _save_of(name) == save_id])

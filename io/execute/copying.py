@@ -33,7 +33,7 @@ __all__ = [
     "Block",
     "Content",
     "FileContents",
-    "Made",
+    "Deferred",
     "Seal",
     "Stretch",
     "literal",
@@ -54,25 +54,18 @@ _OPEN: Final = 32  # files that are kept open to be read
 
 @attrs.frozen(eq=False)
 class Stretch:
-    """Some bytes of a local file.
+    """Some bytes of a local file."""
 
-    Attributes:
-        path: Where the file is.
-        file: Its name in errors.
-        offset: Where they begin.
-        nbytes: How many they are.
-        seen: Called with their xxh3 once they were read; None if that is not needed.
-    """
-
-    path: str
-    file: str
-    offset: int
-    nbytes: int
+    path: str  # where the file is
+    file: str  # its name in errors
+    offset: int  # where they begin
+    nbytes: int  # how many they are
+    # Called with their xxh3 once they were read; None if that is not needed.
     seen: Callable[[int], object] | None = None
 
 
 @attrs.frozen(eq=False)
-class Made:
+class Deferred:
     """Some megabytes that do not lie anywhere yet."""
 
     nbytes: int  # how many bytes they are
@@ -83,7 +76,7 @@ class Made:
 class Block:
     """Some megabytes to write."""
 
-    parts: Sequence[memoryview | Stretch | Made]  # where they lie, in order
+    parts: Sequence[memoryview | Stretch | Deferred]  # where they lie, in order
     done: Callable[[], object] = lambda: None  # called when they were read
 
     @property
@@ -94,14 +87,10 @@ class Block:
 
 @attrs.frozen(eq=False)
 class Content:
-    """What comes next in a file.
+    """What comes next in a file."""
 
-    Attributes:
-        blocks: Its bytes.
-        record: The number of the record whose checksum they count to; None if they count to none.
-    """
-
-    blocks: Sequence[Block]
+    blocks: Sequence[Block]  # its bytes
+    # The number of the record whose checksum they count to; None if they count to none.
     record: int | None = None
 
     @property
@@ -195,7 +184,7 @@ class FileContents:
         """
         contents = self._describe(True)
         blocks, seals = _place(contents)
-        made = any(isinstance(part, Made) for one in blocks for part in one.block.parts)
+        made = any(isinstance(part, Deferred) for one in blocks for part in one.block.parts)
         tasks = write_tasks(column([one.block.nbytes for one in blocks]))
         threads = min(self._threads, len(tasks))
         if made or threads < 2:  # what must be made is read ahead, in order
@@ -382,8 +371,8 @@ def _fill(fd: int, stretch: Stretch, offset: int, view: memoryview) -> None:
         offset, view = offset + done, view[done:]
 
 
-def _cut(part: memoryview | Made) -> Iterator[memoryview]:
-    view = _checked(part.make(), part.nbytes) if isinstance(part, Made) else part
+def _cut(part: memoryview | Deferred) -> Iterator[memoryview]:
+    view = _checked(part.make(), part.nbytes) if isinstance(part, Deferred) else part
     return (view[i : i + PIECE] for i in range(0, view.nbytes, PIECE))
 
 

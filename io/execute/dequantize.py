@@ -93,18 +93,14 @@ def fill_dequantized(
 
 @attrs.frozen
 class _Wanted:
-    """What the quantised tensors of a load are read of.
+    """What the quantised tensors of a load are read of."""
 
-    Attributes:
-        nbytes: Bytes that are wanted of each chunk as it is stored.
-        whole: The bytes of each chunk that has a checksum and as many bytes of which are wanted. If
-            reads overlap, it may not be wanted whole: it is compared all the same.
-        rows: The reads that want anything of these.
-    """
-
+    # Bytes that are wanted of each chunk as it is stored.
     nbytes: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
+    # The bytes of each chunk that has a checksum and as many bytes of which are wanted. If reads
+    # overlap, it may not be wanted whole: it is compared all the same.
     whole: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
-    rows: Collection[int] = ()
+    rows: Collection[int] = ()  # the reads that want anything of these
 
 
 def _wanted(

@@ -29,7 +29,7 @@ from ..errors import FormatError, LoadError
 from ..formats.base import ChunkPlace, Source
 from ..pool import Progress
 from ..stores.base import StoreError
-from ..tensors import direct_bytes, flat_memory, is_plain, runs
+from ..tensors import direct_bytes, flat_memory, is_plain, memory_runs
 from ..windows import Window
 
 __all__ = ["Chunks", "Dests", "Fetch", "chunks_of", "places_of", "stopped_error"]
@@ -82,15 +82,11 @@ def places_of(spots: Sequence[ChunkPlace], axes: int, summed: Sequence[bool]) ->
 
 @attrs.frozen(eq=False)
 class Dests:
-    """What reads fill, one after the other.
+    """What reads fill, one after the other."""
 
-    Attributes:
-        windows: The memory of just a read's box, its axes in the order in which they are stored.
-        dtypes: What the elements are stored as.
-    """
-
+    # The memory of just a read's box, its axes in the order in which they are stored.
     windows: Sequence[Window]
-    dtypes: Sequence[str]
+    dtypes: Sequence[str]  # what the elements are stored as
 
     @property
     def plain(self) -> list[bool]:
@@ -143,7 +139,7 @@ class Fetch:
                 self._report(int(plan.nbytes[rest].sum()))
 
     def sums(self, chunks: Chunks) -> BlockSums:
-        """Return the checksums of the blocks of chunks of which all came that was asked for."""
+        """Return the checksums of blocks, for chunks whose wanted blocks all came."""
         plan = self._plan
         came = np.ones(len(plan.places.file), bool)
         came[plan.chunk[~self.done]] = False
@@ -312,18 +308,12 @@ class _Box:
 
 @attrs.frozen(eq=False)
 class _Staged:
-    """A block that cannot be read into its tensor's memory as it is.
+    """A block that cannot be read into its tensor's memory as it is."""
 
-    Attributes:
-        views: Where its ranges are read to, end to end: the tensor's own runs, or other memory.
-        box: What it fills.
-        staged: That other memory, if any.
-        strides: How far apart its elements are there, if gaps are read as well.
-    """
-
-    views: Views
-    box: _Box
-    staged: npt.NDArray[np.uint8] | None = None
+    views: Views  # where its ranges are read to, end to end: the tensor's own runs, or other memory
+    box: _Box  # what it fills
+    staged: npt.NDArray[np.uint8] | None = None  # that other memory, if any
+    # How far apart its elements are there, if gaps are read as well.
     strides: Sequence[int] | None = None
 
     @classmethod
@@ -337,7 +327,7 @@ class _Staged:
         if whole is not None:
             return cls(_slices(whole, run), box)
         if tensor is not None and run >= SMALL:
-            return cls(runs(tensor, run), box)
+            return cls(memory_runs(tensor, run), box)
         staged = np.empty(nbytes, np.uint8)
         return cls(_slices(staged.data, span), box, staged, strides)
 

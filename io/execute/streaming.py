@@ -32,7 +32,7 @@ from shardplan.planning.storage import (
     begun_chunks,
     copy_plan,
     read_boxes,
-    tensor_bytes,
+    written_bytes,
 )
 
 from ..checksums import Proof
@@ -327,7 +327,7 @@ def write_copies(
     The threads of ``pool`` read; by default as many as fit into the budget.
     """
     plans, budget, writer = copies.plans, copies.budget, copies.writer
-    progress = Progress(sum(tensor_bytes(plans[n]) for n in numbers), callback)
+    progress = Progress(sum(written_bytes(plans[n]) for n in numbers), callback)
     files = max(1, min(budget.files, len(numbers)))
     with (
         # The pool that writes cannot read, too, as it waits for reads.

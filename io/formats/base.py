@@ -87,18 +87,15 @@ def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -
 
 
 class ChunkPlace(NamedTuple):  # a checkpoint has millions
-    """Where one chunk lies: the number of its file, its first byte there, and how it is stored.
-
-    Attributes:
-        extents: The shape, as stored, of the array whose leading corner the chunk is; usually the
-            chunk's own shape.
-        axes: Which of the chunk's axes each of these is; None if they are stored in order.
-    """
+    """Where one chunk lies: the number of its file, its first byte there, and how it is stored."""
 
     file: int
     begin: int
     dtype: str
+    # The shape, as stored, of the array whose leading corner the chunk is; usually the chunk's own
+    # shape.
     extents: tuple[int, ...]
+    # Which of the chunk's axes each of these is; None if they are stored in order.
     axes: tuple[int, ...] | None = None
 
     @property
@@ -109,15 +106,10 @@ class ChunkPlace(NamedTuple):  # a checkpoint has millions
 
 @attrs.frozen(eq=False)
 class FileColumns:
-    """The file of every chunk of a checkpoint; entries that are cut alike share a column.
+    """The file of every chunk of a checkpoint; entries that are cut alike share a column."""
 
-    Attributes:
-        columns: Columns of file numbers, one number per chunk.
-        entry: Per entry of the metadata, which column it has; -1 for a value outside the files.
-    """
-
-    columns: tuple[Ints, ...]
-    entry: Ints
+    columns: tuple[Ints, ...]  # columns of file numbers, one number per chunk
+    entry: Ints  # per entry of the metadata, which column it has; -1 for a value outside the files
 
 
 FaultKind = Literal[

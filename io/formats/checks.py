@@ -28,7 +28,7 @@ _BATCH: Final = 64  # tasks that one thread takes at once, at most
 _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
 
-class Region(NamedTuple):  # a checkpoint has millions: made in a third of attrs' time
+class SummedBytes(NamedTuple):  # a checkpoint has millions: made in a third of attrs' time
     """Bytes of a file that were saved with one checksum: the length of each block, in order."""
 
     file: str
@@ -57,7 +57,7 @@ class Checked:
 
 
 def check_regions(
-    store: Store, regions: Sequence[Region], kind: Checksum, progress: Progress, pool: Pool
+    store: Store, regions: Sequence[SummedBytes], kind: Checksum, progress: Progress, pool: Pool
 ) -> Checked:
     """Compare regions with their checksums; those of one file follow each other, in order."""
     # Local reads keep a processor busy each, and more threads than these slow each other down.
@@ -94,7 +94,7 @@ class _Task:
     lengths: Sequence[int]
 
 
-def _tasks(regions: Sequence[Region]) -> Iterator[_Task]:
+def _tasks(regions: Sequence[SummedBytes]) -> Iterator[_Task]:
     """Group the blocks of one file's regions into tasks."""
     lengths = column([length for region in regions for length in region.blocks])
     counts = column([len(region.blocks) for region in regions])

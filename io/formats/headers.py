@@ -197,7 +197,7 @@ def without_sums(header: bytes, count: int) -> tuple[bytes, Sums]:
 def framed_entries(metadata: Mapping[str, str], entries: Sequence[str], file: str) -> bytes:
     """Return a header, given what it says of the file and the JSON of each entry."""
     text = ",".join([f'"{_RESERVED}":{dump(metadata)}', *entries])
-    return framed(f"{{{text}}}".encode(), file)
+    return framed_header(f"{{{text}}}".encode(), file)
 
 
 def with_sums(header: bytes, sums: Sums) -> bytes:
@@ -208,7 +208,7 @@ def with_sums(header: bytes, sums: Sums) -> bytes:
     return b"".join([header[:start], text, header[start + len(text) :]])
 
 
-def framed(text: bytes, file: str) -> bytes:
+def framed_header(text: bytes, file: str) -> bytes:
     r"""Return a header with its length before it, and spaces after it so that data is aligned."""
     text += b" " * (-(8 + len(text)) % _ALIGN)
     if len(text) > MAX_HEADER:

@@ -28,17 +28,14 @@ _OBJECTS: Final = ("s3", "gs", "az", "memory")
 
 @attrs.frozen
 class Entry:
-    """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0.
-
-    Attributes:
-        modified: When it appeared here, in seconds since 1970: on a disk, the last change of any
-            kind, so that a fresh copy of an old file is young.
-        written: When its bytes were written, as far as the store knows; copies may keep the time.
-    """
+    """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0."""
 
     name: str
     size: int = 0
+    # When it appeared here, in seconds since 1970: on a disk, the last change of any kind, so that
+    # a fresh copy of an old file is young.
     modified: float = 0.0
+    # When its bytes were written, as far as the store knows; copies may keep the time.
     written: float = 0.0
 
 
@@ -163,10 +160,14 @@ class Store(Protocol):
             yield pieces((view for _, view in asked), max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+    def mapped(
+        self, path: str, starts: Ints, lengths: Ints, *, touch: bool = True
+    ) -> Iterator[Bytes]:
         """Give the bytes of a file from the start of the first range to the end of the last.
 
-        Only the bytes in the ranges are defined. There is at least one range.
+        Only the bytes in the ranges are defined. There is at least one range. Without ``touch``, a
+        file's own pages may be read from the disk as late as when they are used, and one that
+        cannot be read kills the process.
         """
         first = int(starts.min())
         found = np.zeros(int((starts + lengths).max()) - first, np.uint8)

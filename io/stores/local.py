@@ -82,7 +82,7 @@ class LocalStore(Store):
             return 0
         bundled = list(bundles(_runs(asked, _STEP), _STEP))
         with system.reported("read", file), system.opened(file) as fd:
-            system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+            system.check_ranges(fd, file, ((at, view.nbytes) for at, view in asked))
             if len(bundled) == 1:
                 return system.read_runs(fd, file, bundled[0])
             pool = self._pool or default_pool()
@@ -96,19 +96,21 @@ class LocalStore(Store):
         with system.reported("read", file), system.opened(file) as fd:
             for ranges in groups:
                 asked = wanted(ranges)
-                system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+                system.check_ranges(fd, file, ((at, view.nbytes) for at, view in asked))
                 yield system.fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+    def mapped(
+        self, path: str, starts: Ints, lengths: Ints, *, touch: bool = True
+    ) -> Iterator[Bytes]:
         """Give a file's own pages; see `Store.mapped`."""
         file = self._file(path)
         last = int(np.argmax(starts + lengths))
         start, length = int(starts[last]), int(lengths[last])
         with system.reported("read", file), system.opened(file) as fd:
-            system.check_size(fd, file, [(start, length)])
+            system.check_ranges(fd, file, [(start, length)])
             try:
-                found = system.map_ranges(fd, starts, lengths)
+                found = system.map_ranges(fd, starts, lengths, touch=touch)
             except ValueError:  # the file was longer a moment ago
                 raise short(file, start, length, os.fstat(fd).st_size) from None
         yield found

@@ -21,18 +21,14 @@ _VERBS: Final = _NAMES | {"size": "measure", "exists": "find", "read": "read", "
 
 @attrs.frozen
 class Operation:
-    """One call of a store; each deleted file is one of its own.
+    """One call of a store; each deleted file is one of its own."""
 
-    Attributes:
-        name: What was asked: ``read``, ``write``, ``replace``, ``size``, ``exists``, ``list``,
-            ``delete`` or ``sync``.
-        ranges: For a read, its byte offsets and lengths.
-    """
-
+    # What was asked: ``read``, ``write``, ``replace``, ``size``, ``exists``, ``list``, ``delete``
+    # or ``sync``.
     name: str
     path: str = ""
     nbytes: int = 0
-    ranges: tuple[tuple[int, int], ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()  # for a read, its byte offsets and lengths
 
 
 class CountingStore(WrappedStore):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from .cuts import cut_items, cut_reads
     from .frames import Coded, SourceFrame, TargetFrame
-    from .items import Catalog, Head, WriteItems
+    from .items import Catalog, Head, WriteItems, merge_catalogs
     from .reads import ReadItems, Transfer, Transfers
     from .runs import decode_columns, decode_runs, encode_runs
     from .world import World
@@ -24,7 +24,7 @@ __getattr__, __dir__ = door(
         ),
         "cuts": "cut_items cut_reads",
         "frames": "Coded SourceFrame TargetFrame",
-        "items": "Catalog Head WriteItems",
+        "items": "Catalog Head WriteItems merge_catalogs",
         "reads": "ReadItems Transfer Transfers",
         "runs": "decode_columns decode_runs encode_runs",
         "world": "World",

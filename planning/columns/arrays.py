@@ -65,7 +65,7 @@ def pad(columns: Ints, axes: int, value: int) -> Ints:
 
 
 @attrs.frozen(eq=False, repr=False, weakref_slot=False)
-class Table:
+class ColumnTable:
     """An attrs record of columns: arrays, and tables of as many rows. All rows share the rest."""
 
     def take(self, rows: Index | slice) -> Self:
@@ -106,11 +106,11 @@ def _taken(value: Any, rows: Index | slice) -> Any:
         return None
     if isinstance(value, np.ndarray):
         return readonly(value[rows])
-    return value.take(rows) if isinstance(value, Table) else value
+    return value.take(rows) if isinstance(value, ColumnTable) else value
 
 
 def _concat(values: Sequence[Any], fill: int) -> Any:
-    if isinstance(values[0], Table):
+    if isinstance(values[0], ColumnTable):
         return type(values[0]).concat(values)
     if not isinstance(values[0], np.ndarray):
         return values[0]
@@ -123,7 +123,7 @@ def _concat(values: Sequence[Any], fill: int) -> Any:
 def _equals(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, np.ndarray):
         return np.array_equal(mine, theirs)
-    return mine.same(theirs) if isinstance(mine, Table) else bool(mine == theirs)
+    return mine.same(theirs) if isinstance(mine, ColumnTable) else bool(mine == theirs)
 
 
 def row_tuples(table: Ints, widths: Ints) -> list[tuple[int, ...]]:
@@ -150,7 +150,7 @@ class Columns(Sequence[T]):
 
     def take(self, rows: Index | slice) -> Sequence[T]:
         """Return the given rows (numbers, a mask or a slice), in that order."""
-        raise NotImplementedError
+        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def _same(self, other: Self) -> bool:
         """Compare with columns of the same length."""
@@ -310,6 +310,41 @@ def numbered(values: Ints) -> Numbered:
     which = np.empty(len(values), np.int64)
     which[order] = np.cumsum(new) - 1
     return Numbered(ordered[new], order[new], which)
+
+
+def nth_equal(values: Ints) -> Ints:
+    """Return how many equal values come before each.
+
+    >>> nth_equal(np.array([5, 3, 5, 5])).tolist()
+    [0, 0, 1, 2]
+    """
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    nth = np.empty(len(values), np.int64)
+    nth[order] = np.arange(len(values)) - np.searchsorted(ordered, ordered)
+    return nth
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Repeat each row number ``counts`` times; return the rows, and the number of each repeat.
+
+    >>> [a.tolist() for a in spread(np.array([2, 0, 1]))]
+    [[0, 0, 2], [0, 1, 0]]
+    """
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+
+
+def distinct_columns(parts: Iterable[Ints]) -> tuple[tuple[Ints, ...], list[int]]:
+    """Return the distinct ones of some columns, and which of them each is; -1 for an empty one."""
+    known: dict[bytes, int] = {}
+    found, which = list[Ints](), []
+    for part in parts:
+        number = known.setdefault(part.tobytes(), len(found)) if len(part) else -1
+        if number == len(found):
+            found.append(readonly(part.copy()))
+        which.append(number)
+    return tuple(found), which
 
 
 def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:

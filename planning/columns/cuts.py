@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from ..geometry.axes import Axes, Cut, cut
-from .arrays import Ints, column, group_rows, pad, padded, readonly
+from .arrays import Ints, column, group_rows, pad, padded, readonly, spread
 from .frames import Coded, SourceFrame, TargetFrame
 from .items import WriteItems
 from .reads import ReadItems
@@ -105,9 +105,9 @@ def _cut(axes: Coded[Axes], source: Boxes, chunk: Boxes, within: Boxes) -> _Part
     starts, count = np.zeros((2, len(axes)), np.int64)
     count += 1
     starts[rows], count[rows] = (np.cumsum(lengths) - lengths)[which], lengths[which]
-    of = np.repeat(np.arange(len(axes)), count)
+    of, nth = spread(count)
     cut_rows = np.flatnonzero(axes.known[of])
-    at = (starts[of] + np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count))[cut_rows]
+    at = (starts[of] + nth)[cut_rows]
 
     def side(
         plain: Ints, corners: Sequence[Sequence[int]], ndim: Ints, width: int, fill: int

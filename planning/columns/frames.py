@@ -15,13 +15,13 @@ import numpy.typing as npt
 from ..geometry.axes import Axes
 from ..geometry.tilings import MAX_AXES
 from ..records import fill_value, fitting_axes
-from .arrays import Ints, Table, column, flat, group_rows, numbered, pad, readonly, within
+from .arrays import ColumnTable, Ints, column, flat, group_rows, numbered, pad, readonly, within
 
 T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
-class Coded(Table, Generic[T]):
+class Coded(ColumnTable, Generic[T]):
     """A column with few distinct values.
 
     >>> coded = Coded.of(["a", None, "a"])
@@ -80,7 +80,7 @@ class Coded(Table, Generic[T]):
 
 
 @attrs.frozen(eq=False)
-class SourceFrame(Table):
+class SourceFrame(ColumnTable):
     """The source box of each item. Fills and non-tensor values have none."""
 
     ndim: Ints  # the number of axes of the source's tensor
@@ -108,7 +108,7 @@ class SourceFrame(Table):
 
     def same(self, other: Self) -> bool:
         """Compare with a frame of the same length."""
-        return Table.same(self.canonical(), other.canonical())
+        return ColumnTable.same(self.canonical(), other.canonical())
 
     def is_plain(self, ndim: Ints, offsets: Ints, sizes: Ints) -> bool:
         """Return True if every box is the chunk itself."""
@@ -165,7 +165,7 @@ class SourceFrame(Table):
 
 
 @attrs.frozen(eq=False)
-class TargetFrame(Table):
+class TargetFrame(ColumnTable):
     """Which box of the state dict each read fills; one row per read."""
 
     ndim: Ints  # the number of axes of the tensor in the state dict

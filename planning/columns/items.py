@@ -20,8 +20,8 @@ from ..geometry.tilings import MAX_AXES, Chunk
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 
 from .arrays import (  # isort: skip
-    DAMAGE, Columns, Ints, Table, column, flat, numbered, pack, pack_names, padded, readonly,
-    pad, row_tuples, unpack, unpack_names, within,
+    DAMAGE, Columns, ColumnTable, Ints, column, flat, numbered, pack, pack_names, pad, padded,
+    readonly, row_tuples, spread, unpack, unpack_names, within,
 )  # fmt: skip
 from .frames import Coded, SourceFrame, check_boxes
 
@@ -173,7 +173,7 @@ def merge_catalogs(*catalogs: Catalog) -> Merged:
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class WriteItems(Table, Columns[WriteItem]):
+class WriteItems(ColumnTable, Columns[WriteItem]):
     """A plan's `WriteItem`s."""
 
     catalog: Catalog  # their tensors
@@ -232,9 +232,8 @@ class WriteItems(Table, Columns[WriteItem]):
         few = self.catalog
         counts = np.bincount(self.row, minlength=len(few))[which]
         first = np.searchsorted(self.row, which)  # rows are in the order of the catalog
-        row = np.repeat(np.arange(len(which)), counts)
-        own = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-        own += np.repeat(first, counts)
+        row, nth = spread(counts)
+        own = first[row] + nth
         columns = (readonly(column[which]) for column in (few.prop, few.ndim, few.size))
         catalog = Catalog(names, names, readonly(few.type[which]), few.props, *columns)
         return WriteItems(

@@ -55,7 +55,7 @@ class GridReads(ReadItems):
     def made(self) -> ReadItems:
         """All reads, in columns."""
         rule = self._of
-        return read_pieces(rule.items, rule.wanted, rule.met.pieces(), rule.values)
+        return reads_of_pieces(rule.items, rule.wanted, rule.met.pieces(), rule.values)
 
     def record(self, row: int) -> ReadItem:
         """Return the record of one row."""
@@ -106,13 +106,13 @@ class _Rule:
         before = np.concatenate([[0], self.ends])[at]
         pieces = self.met.pieces((start[number * ~is_value] + rows - before)[~is_value])
         values = self.values[(number - len(self.wanted))[is_value]]
-        made = read_pieces(self.items, self.wanted, pieces, values)
+        made = reads_of_pieces(self.items, self.wanted, pieces, values)
         back = np.empty_like(sequence)
         back[sequence] = np.arange(len(sequence))
         return made.take(back)
 
 
-def read_pieces(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
+def reads_of_pieces(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
     """Make the reads of each piece of the wanted items, and of non-tensor values, by item."""
     filled = _fill_boxes(items, wanted, pieces)
     pieces, catalog, frame = filled.pieces, items.catalog, filled.frame

@@ -14,8 +14,8 @@ from ..geometry.tilings import MAX_AXES
 from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
 
 from .arrays import (  # isort: skip
-    DAMAGE, Columns, Ints, Table, column, flat, pack, pack_names, pad, padded, readonly, unpack,
-    unpack_names, within,
+    DAMAGE, Columns, ColumnTable, Ints, column, flat, pack, pack_names, pad, padded, readonly,
+    unpack, unpack_names, within,
 )  # fmt: skip
 from .frames import Coded, TargetFrame
 
@@ -24,7 +24,7 @@ _BYTES: Final = LoadItemType.BYTE_IO.value
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class ReadItems(Table, Columns[ReadItem]):
+class ReadItems(ColumnTable, Columns[ReadItem]):
     """A plan's `ReadItem`s; one row per read."""
 
     names: tuple[str, ...]  # the names that ``dest`` and ``storage`` number
@@ -213,7 +213,7 @@ class ReadItems(Table, Columns[ReadItem]):
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class Transfers(Table, Columns[Transfer]):
+class Transfers(ColumnTable, Columns[Transfer]):
     """`Transfer`s in columns: the reads, their source ranks and their target ranks."""
 
     reads: ReadItems

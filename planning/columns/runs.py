@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrays import Ints, column, readonly
 
-__all__ = ["decode_columns", "decode_runs", "encode_runs"]
+__all__ = ["decode_columns", "decode_runs", "encode_runs", "flat_runs"]
 
 _SHORTEST: Final = 4  # numbers that are worth a run
 _FEWEST: Final = 3  # runs that are worth a run of runs
@@ -33,7 +33,7 @@ def encode_runs(values: Ints) -> list[Any]:
     >>> encode_runs(np.array([0, 3, 5, 8, 10, 13, 15, 18, 20]))
     [[[0, 3], 4, 5], 20]
     """
-    parts = _arithmetic(values, _SHORTEST)
+    parts = flat_runs(values)
     period = None if len(parts) * _SHORTEST < len(values) else _period(values)
     if period is not None:
         count = len(values) // period
@@ -44,8 +44,12 @@ def encode_runs(values: Ints) -> list[Any]:
     return parts
 
 
-def _arithmetic(values: Ints, shortest: int) -> list[Any]:
-    """Replace every stretch of so many numbers with equal steps, or more, by a run."""
+def flat_runs(values: Ints, shortest: int = _SHORTEST) -> list[Any]:
+    """Replace every stretch of so many numbers with equal steps, or more, by a run.
+
+    >>> flat_runs(np.array([0, 8, 16, 24, 7, 7, 7, 7, 3]))
+    [[0, 4, 8], [7, 4, 0], 3]
+    """
     steps = np.diff(values)
     edges = np.flatnonzero(np.diff(steps)) + 1  # where a step differs from the one before
     first = np.concatenate([[0], edges])
@@ -85,7 +89,7 @@ def _fold(parts: list[Any]) -> list[Any]:
             folded += alike
             continue
         position = 0
-        for run in _arithmetic(starts, _FEWEST):
+        for run in flat_runs(starts, _FEWEST):
             if isinstance(run, list):
                 _, count, step = run
                 folded.append([[alike[position]], count, step])
@@ -150,7 +154,7 @@ def decode_runs(parts: Any, limit: int) -> Ints:
 
 
 def _expand(run: Any, limit: int) -> Ints:
-    """Return the numbers of a run, of which there must be no more than ``limit``."""
+    """Return the numbers of a run: at most ``limit``."""
     if not isinstance(run, list) or len(run) != 3 or not _WHOLE.issuperset(map(type, run[1:])):
         raise ValueError(f"expected a number or a run, not {str(run)[:80]}")
     inner, count, step = run
@@ -175,7 +179,7 @@ def decode_columns(columns: Iterable[Sequence[Any]], limit: int, total: int) -> 
         total: How many numbers runs may stand for in all of them.
 
     Raises:
-        ValueError: It is no column, or too long.
+        ValueError: It is not a column, or too long.
     """
     for parts in columns:
         found = decode_runs(parts, min(limit, total))

@@ -203,7 +203,7 @@ def reshaped(before: Sizes, after: Sizes) -> tuple[Cut, ...]:
     return _limited(_fused(into, out))
 
 
-def joined(first: Cut, second: Cut) -> tuple[Cut, ...]:
+def composed(first: Cut, second: Cut) -> tuple[Cut, ...]:
     """Compose two arrangements where the chunk of the first overlaps the source box of the second.
 
     The second is a box in the frame of the first's chunk, and what becomes of it. The results, at
@@ -211,7 +211,7 @@ def joined(first: Cut, second: Cut) -> tuple[Cut, ...]:
     arguments.
 
     >>> transposed = Cut((0, 0), (2, 3), Axes((2, 3), (1, 0)), (0, 0), (3, 2))
-    >>> joined(transposed, Cut((1, 0), (2, 2), None, (0, 0), (2, 2)))[0][:2]
+    >>> composed(transposed, Cut((1, 0), (2, 2), None, (0, 0), (2, 2)))[0][:2]
     ((0, 1), (2, 2))
     """
     return _limited(_joined(first, second))

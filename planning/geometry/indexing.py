@@ -51,12 +51,12 @@ class Selection:
         return [number for number, axis in enumerate(self.axes) if axis.step < 0]
 
 
-def select(index: Any, shape: Sequence[int]) -> Selection:
+def selection_of(index: Any, shape: Sequence[int]) -> Selection:
     """Return what an index of integers, slices, ``None`` and an ellipsis selects.
 
-    >>> select((-1, slice(None, None, -2)), (4, 5)).axes
+    >>> selection_of((-1, slice(None, None, -2)), (4, 5)).axes
     (Axis(start=3, step=1, count=1, dropped=True), Axis(start=4, step=-2, count=3, dropped=False))
-    >>> select((..., None, 0), (4, 5)).shape
+    >>> selection_of((..., None, 0), (4, 5)).shape
     (4, 1)
     """
     parts = index if isinstance(index, tuple) else (index,)

@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, numbered, pad
+from ..columns.arrays import Ints, distinct, numbered, pad, spread
 from .tilings import Chunk, Grid, Tiling, tile_chunks
 
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
@@ -159,7 +159,7 @@ class GridOverlap:
     def pieces(self, rows: Ints | None = None) -> Overlap:
         """Return the pieces, or those of the given numbers among all of them, in that order."""
         if rows is None:
-            piece, within = expand(self.cells)
+            piece, within = grid_cells(self.cells)
         else:
             ends = np.cumsum(self.count)
             piece = np.searchsorted(ends, rows, side="right")
@@ -181,16 +181,15 @@ class GridOverlap:
         return Overlap(piece, chunk, lows, lengths, anchors)
 
 
-def expand(counts: Ints) -> tuple[Ints, Ints]:
+def grid_cells(counts: Ints) -> tuple[Ints, Ints]:
     """Enumerate the cells of many small grids, row-major; return each cell's grid and position.
 
-    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))  # cells along each axis, one row per grid
+    >>> row, cell = grid_cells(np.array([[1, 2], [2, 1]]))  # cells along each axis; a row a grid
     >>> row.tolist(), cell.tolist()
     ([0, 0, 1, 1], [[0, 0], [0, 1], [0, 0], [1, 0]])
     """
     total = counts.prod(axis=1)
-    row = np.repeat(np.arange(len(counts)), total)
-    nth = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    row, nth = spread(total)
     return row, _unravelled(nth, counts[row])
 
 
@@ -264,10 +263,9 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
     for order, first, counts in best:
         edges = np.searchsorted(np.cumsum(counts), np.arange(_BLOCK, int(counts.sum()), _BLOCK))
         for rows in np.split(np.arange(len(counts)), edges):
-            each = counts[rows]
-            a = np.repeat(rows, each)
-            within = np.arange(len(a)) - np.repeat(np.cumsum(each) - each, each)
-            b = order[first[a] + within]
+            row, nth = spread(counts[rows])
+            a = rows[row]
+            b = order[first[a] + nth]
             meet = ((a_low[a] < b_high[b]) & (b_low[b] < a_high[a])).all(axis=1)
             meet &= (a_low[a] < a_high[a]).all(axis=1) & (b_low[b] < b_high[b]).all(axis=1)
             yield a[meet], b[meet]

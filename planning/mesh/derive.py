@@ -16,7 +16,16 @@ from typing import Any, Protocol
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, Index, Ints, Table, column, distinct, pad, readonly
+from ..columns.arrays import (
+    Columns,
+    ColumnTable,
+    Ints,
+    column,
+    distinct,
+    pad,
+    readonly,
+    spread,
+)
 from ..columns.items import WriteItems
 from ..metadata import Metadata
 from ..passes.shares import (
@@ -29,8 +38,8 @@ from ..passes.shares import (
     share_out,
 )
 from ..plans import SavePlan
-from .layouts import Held, Holdings, SpecLayout, chunks_of
-from .placements import Only, Replicate, spread
+from .layouts import Holding, Holdings, SpecLayout, boxes_by_chunk
+from .placements import Only, Replicate
 from .worlds import WorldPlans
 
 
@@ -91,9 +100,9 @@ class _Chunks:
     count: Ints  # how many holders each has
 
     @classmethod
-    def of(cls, held: Held | SpecLayout) -> _Chunks:
+    def of(cls, held: Holding | SpecLayout) -> _Chunks:
         """Group a layout's boxes into chunks."""
-        first, chunk = chunks_of(held)
+        first, chunk = boxes_by_chunk(held)
         count = np.bincount(chunk, minlength=len(first))
         volume = held.sizes[first].prod(axis=1)
         holders = held.rank[np.argsort(chunk, kind="stable")]
@@ -241,10 +250,6 @@ class DerivedPlans(Columns[SavePlan]):
     def __len__(self) -> int:
         return len(self.plans)
 
-    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
-        """Return the plans of some ranks."""
-        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return DerivedPlans, (self.plans,)
 
@@ -286,7 +291,7 @@ def _may_be_cut(holdings: Holdings, layout: int) -> bool:
     if held.size is None or not len(rows) or 0 in held.size:
         return False
     width = int(holdings.catalog.itemsize[rows].max())
-    if isinstance(held, Held):
+    if isinstance(held, Holding):
         return int(held.sizes.prod(axis=1).max(initial=0)) * width >= 2 * SMALLEST
     copies = [isinstance(placement, (Replicate, Only)) for placement in held.placements]
     if held.placements and not any(copies):
@@ -314,13 +319,13 @@ def _settle(
         axes, mine = int(holdings.catalog.ndim[n]), boxes.take(at)
         size = tuple(holdings.catalog.size[n, :axes].tolist())
         number[n] = len(layouts)
-        layouts.append(Held(size, mine.rank, mine.offsets[:, :axes], mine.sizes[:, :axes]))
+        layouts.append(Holding(size, mine.rank, mine.offsets[:, :axes], mine.sizes[:, :axes]))
         shards.append(mine.shards[:, :axes])
     return _Settled(attrs.evolve(holdings, layouts=layouts, number=number), shards)
 
 
 @attrs.frozen(eq=False)
-class _Written(Table):
+class _Written(ColumnTable):
     """Boxes that ranks write."""
 
     row: Ints  # the row of the catalog

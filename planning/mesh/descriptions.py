@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from ..columns.arrays import DAMAGE, Columns, Index, Ints, column
+from ..columns.arrays import DAMAGE, Columns, Ints, column
 from ..columns.items import WriteItems
 from ..columns.world import World
 from ..dtypes import dtype_name
@@ -32,7 +32,7 @@ from ..save import merge_nesting
 from ..tensors import is_dtensor, is_nested, kind_of, placement_of
 from ..tree import Path, is_tensor
 from .derive import DerivedPlans
-from .layouts import Held, Holdings, SpecLayout
+from .layouts import Holding, Holdings, SpecLayout
 from .own import OwnKey, OwnLeaf, nesting_of, own_paths
 from .placements import (
     Mesh,
@@ -149,7 +149,7 @@ def _plain(spec: TensorSpec) -> tuple[Any, ...]:
 def _spec(
     shape: Any, dtype: str, requires_grad: bool, cuts: Any, mesh: Any, *, ranks: int
 ) -> TensorSpec:
-    """Return the spec of which `_plain` made plain data."""
+    """Return the spec that `_plain` made plain data of."""
     placements: list[Placement] = [
         Replicate() if dim is None else StridedShard(dim, factor) if factor else Shard(dim)
         for dim, factor in cuts
@@ -289,10 +289,6 @@ class JoinedPlans(Columns[SavePlan]):
     def __len__(self) -> int:
         return len(self.part)
 
-    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
-        """Return the plans of some ranks."""
-        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
-
     def data_of(self, rank: int) -> Any:
         """Return the ``planner_data`` of one rank's plan."""
         return self.parts[self.part[rank]].data_of(rank)
@@ -331,7 +327,7 @@ class JoinedPlans(Columns[SavePlan]):
                 raise PlanError([_conflict(name)])
         catalog = catalog_of(specs.items())
         number: list[int] = []
-        layouts: dict[Hashable, tuple[int, Held | SpecLayout]] = {}
+        layouts: dict[Hashable, tuple[int, Holding | SpecLayout]] = {}
         for name in catalog.names:
             placed, who = specs[name], tuple(holders.get(name, ()))
             also = own[name][0] if who and name in own else None
@@ -341,12 +337,12 @@ class JoinedPlans(Columns[SavePlan]):
             number.append(layouts[key][0])
         alone = own.keys() - holders.keys()
         owner = column([own[n][0] if n in alone else -1 for n in catalog.names]) if alone else None
-        every = [*(held for _, held in layouts.values()), Held.value(column([]))]
+        every = [*(held for _, held in layouts.values()), Holding.value(column([]))]
         return Holdings(catalog, every, column(number), owner)
 
     def _held(
         self, spec: TensorSpec | None, parts: tuple[int, ...], also: int | None
-    ) -> Held | SpecLayout:
+    ) -> Holding | SpecLayout:
         """Return what ranks with some descriptions hold, and perhaps one more.
 
         Without any, return what a rank holds alone.
@@ -355,16 +351,16 @@ class JoinedPlans(Columns[SavePlan]):
         if also is not None:
             ranks[also] = True
         if spec is None:
-            return Held.value(np.flatnonzero(ranks) if parts else column([-1]))
+            return Holding.value(np.flatnonzero(ranks) if parts else column([-1]))
         size = spec.shape
         if not parts:
             whole = column(size, 1, len(size))
-            return Held(size, column([-1]), whole * 0, whole)
+            return Holding(size, column([-1]), whole * 0, whole)
         every = SpecLayout(spec.shape, spec.placements, spec.mesh or Mesh(rank=len(self)))
         if ranks.all():
             return every
         mine = ranks[every.rank]
-        return Held(size, every.rank[mine], every.offsets[mine], every.sizes[mine])
+        return Holding(size, every.rank[mine], every.offsets[mine], every.sizes[mine])
 
     @cached_property
     def nesting(self) -> Any:

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Ints, column, group_rows, readonly
+from ..columns.arrays import Ints, column, group_rows, readonly, spread
 from ..columns.items import Catalog
 from ..errors import Issue, PlanError
 from ..geometry.overlap import fills
@@ -31,7 +31,6 @@ from .placements import (
     cached_axis_runs,
     holds,
     local_chunks,
-    spread,
 )  # fmt: skip
 
 
@@ -141,7 +140,7 @@ def _text(placement: object) -> str:
 
 
 @attrs.frozen(eq=False)
-class Held:
+class Holding:
     """The boxes of a layout, or a non-tensor value, and the ranks that hold them."""
 
     size: tuple[int, ...] | None  # the global shape; None for a value
@@ -150,13 +149,13 @@ class Held:
     sizes: Ints
 
     @classmethod
-    def value(cls, ranks: Ints) -> Held:
+    def value(cls, ranks: Ints) -> Holding:
         """Return a value that some ranks hold."""
         none = np.zeros((len(ranks), 0), np.int64)
         return cls(None, ranks, none, none)
 
 
-def chunks_of(held: Held | SpecLayout) -> tuple[Ints, Ints]:
+def boxes_by_chunk(held: Holding | SpecLayout) -> tuple[Ints, Ints]:
     """Return the first box of each chunk, row-major; and the chunk of each box."""
     constant = np.zeros_like(held.rank)  # a tensor without axes has no other column
     return group_rows([constant, held.offsets, held.sizes])
@@ -167,7 +166,7 @@ class Holdings:
     """Who holds what: boxes by layout, and the layout of each row of a catalog."""
 
     catalog: Catalog
-    layouts: Sequence[Held | SpecLayout]
+    layouts: Sequence[Holding | SpecLayout]
     number: Ints  # the layout of each row
     # The only rank that holds all of a row, as of state of its own; -1 for all other rows. The
     # layout of such rows counts for metadata alone.
@@ -204,12 +203,12 @@ def _key(layout: Layout) -> tuple[object, ...]:
     return layout.size, *(part.tobytes() for part in parts)
 
 
-def _tiling(held: Held | SpecLayout) -> Tiling:
+def _tiling(held: Holding | SpecLayout) -> Tiling:
     """Return the chunks that all ranks together hold, each replica once."""
     if held.size is not None and 0 in held.size:
         return tile([[0] * len(held.size)], [held.size])
     lines = held.lines() if isinstance(held, SpecLayout) else ()
     if isinstance(held, SpecLayout) and all(isinstance(line, Grid) for line in lines):
         return Grid(tuple(line.cuts[0] for line in lines if isinstance(line, Grid)))
-    first, _ = chunks_of(held)
+    first, _ = boxes_by_chunk(held)
     return tile(held.offsets[first], held.sizes[first])

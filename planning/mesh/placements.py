@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, readonly, spread
 from ..dtypes import ITEMSIZE, dtype_name
 from ..errors import RefusedError
 from ..frozen import FrozenDict
@@ -205,7 +205,7 @@ Run = tuple[int, int]
 """A run of indices along one axis: its start and its length."""
 
 
-class Cut(NamedTuple):
+class AxisCut(NamedTuple):
     """How one mesh axis cuts one axis of a tensor, and the part that this rank holds."""
 
     parts: int
@@ -214,12 +214,13 @@ class Cut(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 12)
-def shard_runs(length: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
+def shard_runs(length: int, cuts: tuple[AxisCut, ...]) -> tuple[Run, ...]:
     """Return the indices of one axis that a rank holds, as runs, in storage order.
 
-    >>> shard_runs(10, (Cut(4, 1),))
+    >>> shard_runs(10, (AxisCut(4, 1),))
     ((3, 3),)
-    >>> shard_runs(13, (Cut(3, 2, 2), Cut(2, 0)))  # strided over dp 3, then tp 2: rows 6 and 11
+    >>> strided = (AxisCut(3, 2, 2), AxisCut(2, 0))  # over dp 3, then tp 2: rows 6 and 11
+    >>> shard_runs(13, strided)
     ((6, 1), (11, 1))
     """
     if not cuts:
@@ -237,9 +238,9 @@ def local_cuts(
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
-) -> tuple[tuple[Cut, ...], ...]:
+) -> tuple[tuple[AxisCut, ...], ...]:
     """Return the cuts of each axis of a tensor, in order, for the rank at ``coordinate``."""
-    cuts: list[list[Cut]] = [[] for _ in shape]
+    cuts: list[list[AxisCut]] = [[] for _ in shape]
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
     for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -250,11 +251,11 @@ def local_cuts(
         if not -len(shape) <= placement.dim < len(shape):
             raise ValueError(f"{placement!r} cuts an axis that shape {tuple(shape)} does not have")
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        cuts[placement.dim].append(Cut(parts, ours, factor))
+        cuts[placement.dim].append(AxisCut(parts, ours, factor))
     return tuple(map(tuple, cuts))
 
 
-def nested_cuts(axes: Iterable[tuple[Cut, ...]]) -> tuple[tuple[Cut, ...], ...] | None:
+def nested_cuts(axes: Iterable[tuple[AxisCut, ...]]) -> tuple[tuple[AxisCut, ...], ...] | None:
     """Return the cuts of a tensor that FSDP2 cut after other placements; None if it cannot have.
 
     FSDP2 cuts each existing shard by itself, and records that as a strided placement before the
@@ -365,13 +366,3 @@ def _part(length: Ints, parts: int, ours: Ints) -> tuple[Ints, Ints]:
     size = -(-length // parts)
     start = np.minimum(size * ours, length)
     return start, np.minimum(size, length - start)
-
-
-def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat each row number ``counts`` times; return the rows, and the number of each repeat.
-
-    >>> [a.tolist() for a in spread(np.array([2, 0, 1]))]
-    [[0, 0, 2], [0, 1, 0]]
-    """
-    row = np.repeat(np.arange(len(counts)), counts)
-    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

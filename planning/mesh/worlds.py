@@ -14,7 +14,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, Index, Ints, column, padded, readonly
+from ..columns.arrays import Columns, Ints, column, padded, readonly, spread
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, RefusedError
 from ..geometry.tilings import shape_fault
@@ -22,7 +22,7 @@ from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
 from ..tree import FrozenDict, flatten, is_tensor, nesting_data, nodes_of
-from .layouts import Held, Holdings, SpecLayout
+from .layouts import Holding, Holdings, SpecLayout
 from .placements import (
     Mesh,
     Only,
@@ -31,7 +31,6 @@ from .placements import (
     StridedShard,
     TensorSpec,
     as_mesh,
-    spread,
 )
 
 _SHOWN: Final = 12
@@ -86,7 +85,7 @@ class WorldPlans(Printed, Columns[SavePlan]):
     @cached_property
     def holdings(self) -> Holdings:
         """Who holds which boxes of what."""
-        value = Held.value(np.arange(len(self)))
+        value = Holding.value(np.arange(len(self)))
         return Holdings(self.catalog, [*self.layouts, value], self._numbers)
 
     @cached_property
@@ -112,10 +111,6 @@ class WorldPlans(Printed, Columns[SavePlan]):
 
     def __len__(self) -> int:
         return len(self.mesh)
-
-    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
-        """Return the plans of some ranks."""
-        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def _same(self, other: WorldPlans) -> bool:
         return self._key == other._key or super()._same(other)

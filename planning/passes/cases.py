@@ -20,13 +20,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, Table, column, group_rows, numbered, pad, padded, readonly
+from ..columns.arrays import ColumnTable, Ints, column, group_rows, numbered, pad, padded, readonly
 from ..columns.frames import Coded, SourceFrame
 from ..columns.items import WriteItems
-from ..geometry.axes import Axes, Cut, canonical, cut, digits_of, joined
+from ..geometry.axes import Axes, Cut, canonical, composed, cut, digits_of
 from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Tiling, tile
-from .moves import Move, Piece
+from .moves import Move, MovedBox
 
 Sizes = tuple[int, ...]
 
@@ -42,7 +42,7 @@ class Cases:
     frame: SourceFrame
 
     @classmethod
-    def of(cls, every: Sequence[WriteItems], move: Ints, moves: Sequence[Move]) -> Numbered:
+    def of(cls, every: Sequence[WriteItems], move: Ints, moves: Sequence[Move]) -> NumberedCases:
         """Find the cases of the items of all plans, given the number of each item's move.
 
         If an item stays, that is -1 minus its number of axes.
@@ -63,10 +63,10 @@ class Cases:
             axes = column([len(one.pieces[0].cut.box_sizes) for one in moves])
             ndim = np.where(move < 0, -1 - move, axes[np.maximum(move, 0)])
             boxes = SourceFrame.of_chunks(ndim, offsets, sizes)
-        return Numbered(cls(sample, np.maximum(move, -1), offsets, sizes, boxes), which)
+        return NumberedCases(cls(sample, np.maximum(move, -1), offsets, sizes, boxes), which)
 
 
-class Numbered(NamedTuple):
+class NumberedCases(NamedTuple):
     """The distinct cases of some items, and the number of the case of each item."""
 
     cases: Cases
@@ -102,7 +102,7 @@ class CaseError(ValueError):
 
 
 @attrs.frozen(eq=False)
-class _Pairs(Table):
+class _Pairs(ColumnTable):
     """Cases, the pieces that they overlap, and where, in the frame of the tensor before."""
 
     case: Ints
@@ -112,7 +112,7 @@ class _Pairs(Table):
 
 
 @attrs.frozen(eq=False)
-class Results(Table):
+class Results(ColumnTable):
     """Boxes after the move; one row each."""
 
     case: Ints  # the case that it belongs to
@@ -136,7 +136,7 @@ class Results(Table):
 class _Pieces:
     """The pieces of all moves, in columns. A row of padding comes last, for number -1."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MovedBox, ...]
     tilings: tuple[Tiling, ...]  # of each move
     first: Ints  # the number of each move's first piece
     count: Ints  # how many pieces each move has
@@ -278,7 +278,7 @@ def _composed(cases: Cases, pieces: _Pieces, pairs: _Pairs) -> Results:
         try:
             parts = cut(frame.axes[case], box, chunk, start, sizes)
             placed = (c._replace(chunk_offsets=_placed(c, low, start)) for c in parts)
-            cuts.append(tuple(found for part in placed for found in joined(part, piece)))
+            cuts.append(tuple(found for part in placed for found in composed(part, piece)))
         except ValueError as error:
             raise CaseError(int(cases.sample[case]), str(error)) from error
     return _spread(cases, pieces, _Solved(pairs, turns, box_offsets, kind, cuts))

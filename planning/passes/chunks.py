@@ -13,7 +13,7 @@ from ..columns.arrays import Ints
 from ..columns.cuts import cut_items
 from ..columns.items import WriteItems
 from ..columns.world import Rows, World
-from ..geometry.overlap import expand
+from ..geometry.overlap import grid_cells
 from ..plans import SavePlan
 from .base import Step
 from .shares import assign, by_holders, cut_boxes, least_share, parts_of, share_out
@@ -209,6 +209,6 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
         step[:, axis] = np.clip(max_bytes // inner, 1, np.maximum(items.sizes[:, axis], 1))
         inner = inner * np.maximum(items.sizes[:, axis], 1)
     parts = np.maximum(-(-items.sizes // step), 1)
-    row, cell = expand(parts)
+    row, cell = grid_cells(parts)
     begin = cell * step[row]
     return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin))[0]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, pad, padded, readonly
+from ..columns.arrays import Ints, column, pad, padded, readonly, spread
 from ..columns.frames import SourceFrame
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, listed
@@ -27,7 +27,7 @@ from .keys import Plans, catalogs_of, refuse_unmatched, renest
 from .moves import Move, Moved
 
 
-class Match(NamedTuple):
+class NameMatch(NamedTuple):
     """What the wildcards of a pattern matched."""
 
     stars: tuple[str, ...]
@@ -41,24 +41,24 @@ def _expression(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(wild.get(part, re.escape(part)) for part in parts), re.DOTALL)
 
 
-def matched(pattern: str, name: str) -> Match | None:
+def matched(pattern: str, name: str) -> NameMatch | None:
     """Return what the wildcards of a pattern match in a name; None if it does not match.
 
     >>> matched("*.experts.#.w", "layers.0.experts.12.w")
-    Match(stars=('layers.0',), numbers=(12,))
+    NameMatch(stars=('layers.0',), numbers=(12,))
     """
     found = _expression(pattern).fullmatch(name)
     if found is None:
         return None
     pairs = list(zip(re.findall("[*#]", pattern), found.groups(), strict=True))
     stars = tuple(text for kind, text in pairs if kind == "*")
-    return Match(stars, tuple(int(text) for kind, text in pairs if kind == "#"))
+    return NameMatch(stars, tuple(int(text) for kind, text in pairs if kind == "#"))
 
 
-def filled(pattern: str, match: Match) -> str:
+def applied(pattern: str, match: NameMatch) -> str:
     """Return a pattern with what was matched in place of its wildcards.
 
-    >>> filled("*.w.#", Match(("layers.0",), (12,)))
+    >>> applied("*.w.#", NameMatch(("layers.0",), (12,)))
     'layers.0.w.12'
     """
     wild = {"*": iter(match.stars), "#": map(str, match.numbers)}
@@ -66,7 +66,7 @@ def filled(pattern: str, match: Match) -> str:
     return "".join(next(wild[part]) if part in wild else part for part in parts)
 
 
-def numbered(match: Match, number: int) -> Match:
+def with_number(match: NameMatch, number: int) -> NameMatch:
     """Return a match with one more number."""
     return match._replace(numbers=(*match.numbers, number))
 
@@ -88,7 +88,7 @@ def check_names(what: str, before: Sequence[Any], after: Sequence[Any], more: in
         raise ValueError(f"{text}; they need as many * each, and {need}")
 
 
-Edit = Callable[[Head, Match], Moved]
+Edit = Callable[[Head, NameMatch], Moved]
 
 
 class Misfit(ValueError):
@@ -273,9 +273,7 @@ class _Expanded:
         count = np.diff(first)
         if (count == 1).all():
             return cls(np.arange(len(case)), rows[case])
-        each = count[case]
-        item = np.repeat(np.arange(len(case)), each)
-        nth = np.arange(len(item)) - np.repeat(np.cumsum(each) - each, each)
+        item, nth = spread(count[case])
         return cls(item, rows[first[case[item]] + nth])
 
 

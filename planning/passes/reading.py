@@ -53,17 +53,12 @@ def _refuse(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
 
 @attrs.frozen
 class Reading:
-    """How a checkpoint is read.
+    """How a checkpoint is read."""
 
-    Attributes:
-        dtype: What quantised tensors become; None if they are read as they are stored.
-        block: How many of their elements share a scale; None if the checkpoint says.
-        planner: The other passes.
-    """
-
-    dtype: str | None
+    dtype: str | None  # what quantised tensors become; None if they are read as they are stored
+    # How many of their elements share a scale; None if the checkpoint says.
     block: tuple[int, ...] | None
-    planner: Passes[SavePlan] | None
+    planner: Passes[SavePlan] | None  # the other passes
 
 
 def reading_of(planner: Passes[SavePlan] | None) -> Reading:

@@ -25,7 +25,16 @@ from ..errors import Issue, PlanError, listed
 from ..plans import SavePlan
 from ..records import fill_value
 from .base import Step, frozen
-from .edits import Edit, Match, Misfit, check_names, filled, matched, numbered, run_edits
+from .edits import (
+    Edit,
+    Misfit,
+    NameMatch,
+    applied,
+    check_names,
+    matched,
+    run_edits,
+    with_number,
+)
 from .keys import catalogs_of
 
 from .moves import (  # isort: skip
@@ -33,7 +42,7 @@ from .moves import (  # isort: skip
     concat_move,
     pad_move,
     permute_move,
-    replaced,
+    with_length,
     reshape_move,
     split_move,
     stack_move,
@@ -72,14 +81,14 @@ def split(pattern: str, into: Lengths, axis: int = 0, *, required: bool = True) 
     check_names("split", [pattern], names)
     lengths, into = _part_lengths("split", into), frozen(into)
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         at = _axis(head, axis)
         parts = lengths or _equal(head, at, len(names))
         if sum(parts) != head.size[at]:
             have = ", ".join(f"`{n}`: {k}" for n, k in zip(names, parts, strict=True))
             text = f"the parts have {sum(parts)} ({have}); state lengths that add up"
             raise Misfit(f"`{head.name}` has {head.size[at]} along axis {at} and {text}")
-        return Moved(split_move(head.size, at, parts), tuple(filled(n, match) for n in names))
+        return Moved(split_move(head.size, at, parts), tuple(applied(n, match) for n in names))
 
     options = {"axis": _whole("axis", axis), "required": required}
     undo = partial(concat, into, pattern, axis, required=required)
@@ -109,14 +118,14 @@ def concat(names: Lengths, into: str, axis: int = 0, *, required: bool = True) -
     check_names("concat", patterns, [into])
     lengths, names = _part_lengths("concat", names), frozen(names)
 
-    def edit(of: Mapping[Match, Sizes], part: int, head: Head, match: Match) -> Moved:
+    def edit(of: Mapping[NameMatch, Sizes], part: int, head: Head, match: NameMatch) -> Moved:
         at, own = _axis(head, axis), lengths or of[match]
         if head.size[at] != own[part]:
             why = "as concat states; state its true length" if lengths else "as on another rank"
             text = f"`{head.name}` has {head.size[at]} along axis {at}, and not {own[part]}"
             raise Misfit(f"{text}, {why}")
-        shift = replaced((0,) * len(head.size), at, sum(own[:part]))
-        return Moved(concat_move(head.size, at, sum(own)), (filled(into, match),), shift)
+        shift = with_length((0,) * len(head.size), at, sum(own[:part]))
+        return Moved(concat_move(head.size, at, sum(own)), (applied(into, match),), shift)
 
     def run(plans: Plans) -> Plans:
         of = {} if lengths else _lengths(plans, patterns, into, axis)
@@ -152,14 +161,14 @@ def stack(
     """
     check_names("stack", [pattern], [into], more=-1)
 
-    def edit(counts: Mapping[Match, int], head: Head, match: Match) -> Moved:
+    def edit(counts: Mapping[NameMatch, int], head: Head, match: NameMatch) -> Moved:
         number, rest = match.numbers[-1], match._replace(numbers=match.numbers[:-1])
-        at, name = _axis(head, axis, more=1), filled(into, rest)
+        at, name = _axis(head, axis, more=1), applied(into, rest)
         total = counts[rest] if count is None else count
         if number >= total:
             text = f"`{head.name}` has number {number}, and there are {total} in `{name}`"
             raise Misfit(f"{text}; state a greater count")
-        shift = replaced((0,) * (len(head.size) + 1), at, number)
+        shift = with_length((0,) * (len(head.size) + 1), at, number)
         return Moved(stack_move(head.size, at, total), (name,), shift)
 
     def run(plans: Plans) -> Plans:
@@ -193,13 +202,13 @@ def unstack(
     """
     check_names("unstack", [pattern], [into], more=1)
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         at = _axis(head, axis)
         length = head.size[at]
         if length != (length if count is None else count) or not length:
             text = f"`{head.name}` has {length} along axis {at}"
             raise Misfit(f"{text}, and not {count}; state its true length" if length else text)
-        names = tuple(filled(into, numbered(match, number)) for number in range(length))
+        names = tuple(applied(into, with_number(match, number)) for number in range(length))
         return Moved(unstack_move(head.size, at), names)
 
     options = _counting("unstack", axis, count, required)
@@ -226,7 +235,7 @@ def permute(pattern: str, order: Sequence[int], *, required: bool = True) -> Ste
     if sorted(axes) != list(range(len(axes))):
         raise ValueError(f"permute: {axes} must name each axis from 0 to {len(axes) - 1} once")
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         if len(axes) != len(head.size):
             text = f"`{head.name}` has shape {list(head.size)}, so {axes} does not "
             raise Misfit(f"{text}order its axes; name each axis once")
@@ -259,7 +268,7 @@ def reshape(
         raise ValueError(f"reshape: {wanted} is not a valid shape; one length may be -1")
     before = None if of is None else _wholes("reshape: of", of)
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         after, have = _resolved(wanted, head.size), f"`{head.name}` has shape {list(head.size)}"
         if before is not None and head.size != before:
             raise Misfit(f"{have}, and not {list(before)}, as `of` states; state its true shape")
@@ -311,7 +320,7 @@ def pad(
     """
     fill = fill_value(value)
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         at = _axis(head, axis)
         length = _length(head, at, of)
         if length > to:
@@ -351,7 +360,7 @@ def trim(
     if to < 1:
         raise ValueError(f"trim: nothing is left of an axis of length {to}; drop the tensor")
 
-    def edit(head: Head, match: Match) -> Moved:
+    def edit(head: Head, match: NameMatch) -> Moved:
         at = _axis(head, axis)
         length = _length(head, at, of)
         if length < to:
@@ -395,16 +404,16 @@ def _counting(what: str, axis: int, count: int | None, required: bool) -> dict[s
 # What the parts of joined tensors are, over all ranks.
 
 
-def _lengths(plans: Plans, patterns: Sequence[str], into: str, axis: int) -> dict[Match, Sizes]:
+def _lengths(plans: Plans, patterns: Sequence[str], into: str, axis: int) -> dict[NameMatch, Sizes]:
     """Return how long the parts of each joined tensor are; refuse those that lack one."""
-    groups: dict[Match, dict[int, Head]] = {}
+    groups: dict[NameMatch, dict[int, Head]] = {}
     for head in _tensors(plans):
         for part, pattern in enumerate(patterns):
             match = matched(pattern, head.name)
             if match is not None:
                 groups.setdefault(match, {})[part] = head
     lacking = {
-        filled(into, match): [filled(p, match) for n, p in enumerate(patterns) if n not in heads]
+        applied(into, match): [applied(p, match) for n, p in enumerate(patterns) if n not in heads]
         for match, heads in groups.items()
     }
     _refuse_lacking("concat", lacking)
@@ -420,16 +429,16 @@ def _length_along(head: Head, axis: int) -> int:
     return head.size[at] if at < len(head.size) else 0
 
 
-def _counted(plans: Plans, pattern: str, into: str) -> dict[Match, int]:
+def _counted(plans: Plans, pattern: str, into: str) -> dict[NameMatch, int]:
     """Return how many tensors each stack has; refuse gaps in their numbers."""
-    groups: dict[Match, set[int]] = {}
+    groups: dict[NameMatch, set[int]] = {}
     for head in _tensors(plans):
         match = matched(pattern, head.name)
         if match is not None:
             rest = match._replace(numbers=match.numbers[:-1])
             groups.setdefault(rest, set()).add(match.numbers[-1])
     lacking = {
-        filled(into, rest): [filled(pattern, numbered(rest, n)) for n in _gaps(numbers)]
+        applied(into, rest): [applied(pattern, with_number(rest, n)) for n in _gaps(numbers)]
         for rest, numbers in groups.items()
     }
     _refuse_lacking("stack", lacking)

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, Table, distinct, group_rows, numbered, pad
+from ..columns.arrays import ColumnTable, Ints, distinct, group_rows, numbered, pad, spread
 
 _EVEN: Final = 1.05  # max over mean: pour or search above this
 _GOOD: Final = 1.001  # max over mean: stop the search below this
@@ -41,7 +41,7 @@ class Shared:
 
 
 @attrs.frozen(eq=False)
-class Shares(Table):
+class Shares(ColumnTable):
     """What each holder writes of the chunks of a `Shared`; by chunk, then by place in it."""
 
     chunk: Ints  # the row of the chunk
@@ -245,9 +245,8 @@ def _pour(weight: Ints, which: Ints, loads: Ints, least: int) -> Shares:
     start[order] = np.cumsum(weight[order]) - weight[order]
     first = np.searchsorted(edges, start, side="right")
     last = np.searchsorted(edges, start + weight, side="left")
-    count = last - first + 1
-    chunk = np.repeat(np.arange(len(weight)), count)
-    at = first[chunk] + np.arange(len(chunk)) - np.repeat(np.cumsum(count) - count, count)
+    chunk, nth = spread(last - first + 1)
+    at = first[chunk] + nth
     low = np.maximum(np.append(0, edges)[at] - start[chunk], 0)
     high = np.minimum(edges[at] - start[chunk], weight[chunk])
     whole, small = weight[chunk], (weight < 2 * least)[chunk]

@@ -113,8 +113,7 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
 
     def run(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
-        entries = metadata.state_dict_metadata
-        width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+        width = metadata.state_dict_metadata.itemsize
         return tuple(
             attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, max_gap, width))
             for plan in plans

@@ -8,13 +8,12 @@ ranks × tensors; the page works out overlaps for what is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, Final, cast
 
 import attrs
-import numpy as np
 
 from ..columns.arrays import Ints, column
+from ..columns.runs import flat_runs
 from ..geometry.tilings import Boxes, Grid, Tiling
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
@@ -23,7 +22,6 @@ from ..records import LoadItemType
 from .explain import Report, figures
 from .origins import Writers
 from .reshard import pairs_of
-from .traffic import itemsizes
 
 __all__ = ["explorer_data"]
 
@@ -33,17 +31,12 @@ _MOST_WRITERS: Final = 1 << 19  # parts of all columns of writers
 
 @attrs.frozen(eq=False)
 class _Case:
-    """Tensors that are cut alike, as saved and as wanted.
-
-    Attributes:
-        holders: One row a wanted box: the ranks that read it; -1 where there are fewer.
-        rows: The tensors, as rows of the checkpoint's entries.
-    """
+    """Tensors that are cut alike, as saved and as wanted."""
 
     saved: Tiling
     wanted: Tiling
-    holders: Ints
-    rows: Ints
+    holders: Ints  # one row a wanted box: the ranks that read it; -1 where there are fewer
+    rows: Ints  # the tensors, as rows of the checkpoint's entries
 
 
 def explorer_data(report: Report) -> dict[str, Any]:
@@ -70,18 +63,18 @@ def explorer_data(report: Report) -> dict[str, Any]:
         cases = [_Case(p.tiling, p.boxes, p.rank, p.rows) for p in pairs]
     else:
         cases = _cases_of_loads(metadata, cast(Sequence[LoadPlan], report.plans))
-    sizes, costs = itemsizes(entries), report.ranks
+    sizes, costs = entries.itemsize, report.ranks
     writers = _writers(report.writers)
     return {
         "figures": [[label, value] for label, value in figures(report)],
         "warnings": list(report.warnings),
         "ranks": len(costs),
-        "bytes": runs(costs.nbytes),
-        "requests": runs(costs.requests),
+        "bytes": flat_runs(costs.nbytes),
+        "requests": flat_runs(costs.requests),
         "seconds": [float(f"{s:.3g}") for s in (report.totals.seconds,)],
         "storage": report.model.storage_bandwidth,
         "latency": report.model.request_latency / report.model.parallel_requests,
-        "writers": None if writers is None else [runs(c) for c in writers.columns],
+        "writers": None if writers is None else [flat_runs(c) for c in writers.columns],
         "names": [entries.names[row] for case in cases for row in case.rows.tolist()],
         "dtypes": [
             entries.props[entries.prop[row]].dtype for case in cases for row in case.rows.tolist()
@@ -96,26 +89,26 @@ def _case(case: _Case, metadata: Metadata, sizes: Ints, writers: Writers | None)
         "size": list(layout.size),
         "saved": _tiling(case.saved),
         "wanted": _tiling(case.wanted),
-        "holders": runs(case.holders.ravel()),
+        "holders": flat_runs(case.holders.ravel()),
         "each": case.holders.shape[1],
-        "itemsizes": runs(sizes[case.rows]),
-        "writers": None if writers is None else runs(writers.column[case.rows]),
+        "itemsizes": flat_runs(sizes[case.rows]),
+        "writers": None if writers is None else flat_runs(writers.column[case.rows]),
     }
 
 
 def _tiling(tiling: Tiling) -> dict[str, Any]:
     if isinstance(tiling, Grid):
-        return {"cuts": [runs(cuts) for cuts in tiling.cuts]}
+        return {"cuts": [flat_runs(cuts) for cuts in tiling.cuts]}
     return {
-        "offsets": [runs(axis) for axis in tiling.offsets.T],
-        "sizes": [runs(axis) for axis in tiling.sizes.T],
+        "offsets": [flat_runs(axis) for axis in tiling.offsets.T],
+        "sizes": [flat_runs(axis) for axis in tiling.sizes.T],
         "count": len(tiling),
     }
 
 
 def _writers(writers: Writers | None) -> Writers | None:
     """Return the writers, unless there is too much to say of them."""
-    if writers is None or sum(len(runs(c)) for c in writers.columns) > _MOST_WRITERS:
+    if writers is None or sum(len(flat_runs(c)) for c in writers.columns) > _MOST_WRITERS:
         return None
     return writers
 
@@ -145,24 +138,3 @@ def _cases_of_loads(metadata: Metadata, plans: Iterable[LoadPlan]) -> list[_Case
         tiling = entries.layouts[entries.layout[row]].tiling
         cases.append(_Case(tiling, Boxes(offsets, sizes), holders, column([row])))
     return cases
-
-
-def runs(values: Ints) -> list[Any]:
-    """Return a column as numbers and runs ``[first, count, step]``.
-
-    >>> runs(np.array([0, 8, 16, 24, 7, 7, 7, 7, 3]))
-    [[0, 4, 8], [7, 4, 0], 3]
-    """
-    if len(values) < 2:
-        return [int(value) for value in values.tolist()]
-    steps = np.diff(values)
-    edges = [0, *(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]
-    parts: list[Any] = []
-    at = 0  # what was written so far
-    for low, high in pairwise(edges):
-        start = max(low, at)
-        if high + 1 - start >= 4:
-            parts += values[at:start].tolist()
-            parts.append([int(values[start]), high + 1 - start, int(steps[low])])
-            at = high + 1
-    return [*parts, *values[at:].tolist()]

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, pad, readonly
+from ..columns.arrays import Ints, column, distinct_columns, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError, span
@@ -136,10 +136,8 @@ def writers_by_plans(plans: Iterable[SavePlan]) -> Writers:
 
 def _writers(entries: Entries, ranks: Sequence[Ints]) -> Writers:
     """Hold equal columns of ranks once."""
-    numbers: dict[bytes, int] = {}
-    which = [numbers.setdefault(row.tobytes(), len(numbers)) for row in ranks]
-    distinct = dict(zip(which, ranks, strict=True))
-    return Writers(entries, tuple(map(readonly, distinct.values())), column(which))
+    columns, which = distinct_columns(ranks)
+    return Writers(entries, columns, column(which))
 
 
 def _ranks_of_plans(

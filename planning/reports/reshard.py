@@ -31,7 +31,7 @@ from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from .origins import Writers, writers_by_plans
-from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
+from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, load_pieces
 
 _BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to a few hundred MiB
 
@@ -94,7 +94,7 @@ def pairs_of(metadata: Metadata, world: WorldPlans) -> list[_Pair]:
     for name, wanted in world.layout_of.items():
         names.setdefault((int(entries.layout[row_of[name]]), wanted), []).append(name)
     held = {wanted: _held(world.layouts[wanted]) for _, wanted in names}
-    pairs, itemsize = [], itemsizes(entries)
+    pairs, itemsize = [], entries.itemsize
     for (saved, wanted), some in names.items():
         rows = column([row_of[name] for name in some])
         dtypes = [entries.props[prop].dtype for prop in entries.prop[rows].tolist()]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..columns import arrays
-from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad
+from ..columns.arrays import Ints, column, distinct, group_rows, nth_equal, pad
 from ..errors import span
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
 from ..plans import SavePlan
@@ -180,7 +180,7 @@ def _keys(plan: SavePlan) -> frozenset[str]:
 
 
 @attrs.frozen(eq=False)
-class _Rows(arrays.Table):
+class _Rows(arrays.ColumnTable):
     """Items of all ranks, one row each; both sides of a pass number the same tables."""
 
     names: Sequence[str]  # the tables: names, dtypes (empty for a non-tensor value) and shapes
@@ -266,13 +266,13 @@ class _Matches:
 def _matched(old: _Rows, new: _Rows) -> _Matches:
     """Pair items made of the same box, then, since they were cut, those of the same shard."""
     a, b = _alike(old.made_of, new.made_of)
-    nth = np.column_stack([a, _repeats(a)]), np.column_stack([b, _repeats(b)])
+    nth = np.column_stack([a, nth_equal(a)]), np.column_stack([b, nth_equal(b)])
     _, before, after = np.intersect1d(*_alike(*nth), assume_unique=True, return_indices=True)
     gone, added = (
         np.setdiff1d(np.arange(len(rows)), paired, assume_unique=True)
         for rows, paired in ((old, before), (new, after))
     )
-    shard = 3 + old.shard.shape[1]  # columns that say of which shard
+    shard = 3 + old.shard.shape[1]  # columns that name the shard
     a, b = _alike(old.made_of[gone, :shard], new.made_of[added, :shard])
     into, made = _first_equal(a, b), _first_equal(b, a)
     cut, part = into >= 0, made >= 0
@@ -299,20 +299,6 @@ def _first_equal(numbers: Ints, others: Ints) -> Ints:
     first = np.full(max(numbers.max(initial=-1), others.max(initial=-1)) + 1, -1)
     first[others[::-1]] = np.arange(len(others))[::-1]
     return first[numbers]
-
-
-def _repeats(values: Ints) -> Ints:
-    """Return how many equal values come before each.
-
-    >>> _repeats(np.array([5, 3, 5, 5])).tolist()
-    [0, 0, 1, 2]
-    """
-    _, _, which = numbered(values)
-    order = np.argsort(which, kind="stable")
-    count = np.bincount(which)
-    done = np.empty(len(values), np.int64)
-    done[order] = np.arange(len(values)) - np.repeat(np.cumsum(count) - count, count)
-    return done
 
 
 def _changes(old: _Rows, new: _Rows, matches: _Matches) -> Iterator[Change]:

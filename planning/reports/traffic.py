@@ -16,13 +16,13 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Columns, Ints, Table, column, group_rows, pad
+from ..columns.arrays import Columns, ColumnTable, Ints, column, group_rows, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..geometry.overlap import gaps, self_overlaps
 from ..geometry.tilings import tile
-from ..metadata import Entries, Metadata
+from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType
 from ..storage.blocks import ChunkTable, entries_of
@@ -60,7 +60,7 @@ class FileCost:
     readers: int  # how many ranks read it; 0 in a save
 
 
-class _Figures(Table, Columns[T]):
+class _Figures(ColumnTable, Columns[T]):
     """Records of numbers; one column a field, None where a figure is unknown."""
 
     _record: ClassVar[Any]
@@ -154,11 +154,6 @@ def count_runs(lengths: Ints, extents: Ints) -> Ints:
     return np.where((lengths == 0).any(axis=1), 0, runs)
 
 
-def itemsizes(entries: Entries) -> Ints:
-    """Return the bytes of one element of each entry; 0 for non-tensor values."""
-    return column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-
-
 def save_traffic(plans: Sequence[SavePlan]) -> Traffic:
     """Count what ranks write, each to a file of its own; one request a chunk or value."""
     world = World.of(plans)
@@ -229,13 +224,13 @@ def load_traffic(
         size, runs = (add_up(file, c, len(writers.ranks)) for c in (reads.nbytes, reads.requests))
         files = FileCosts(writers.ranks, size, runs, seen.sum(axis=0))
         ranks = attrs.evolve(ranks, peers=seen.sum(axis=1))
-    unique = _unique(itemsizes(metadata.state_dict_metadata), reads)
+    unique = _unique(metadata.state_dict_metadata.itemsize, reads)
     relayed = int(reads.nbytes[reads.source == _RELAYED].sum())
     return Traffic(ranks, files, unique, int(reads.whole.sum()), relayed)
 
 
 @attrs.frozen(eq=False)
-class _Pieces(Table):
+class _Pieces(ColumnTable):
     """What all ranks read or receive; one row a piece."""
 
     rank: Ints  # the rank that gets it
@@ -272,7 +267,7 @@ def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
     scatters = count_runs(pad(items.dest_lengths, axes, 1), extents) > 1
     if items.frame is not None:
         scatters |= items.frame.axes.known
-    itemsize = itemsizes(entries)[entry]
+    itemsize = entries.itemsize[entry]
     return _Pieces(
         rank=rank,
         source=reads.source,

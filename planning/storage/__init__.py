@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from .copy import (  # isort: skip
         BATCH_BYTES, Box, ComparePlan, CopyBudget, CopyPlan, StoredChunks, begun_chunks,
-        compare_plan, copy_budget, copy_plan, file_bytes, read_boxes, share_plans, tensor_bytes,
+        compare_plan, copy_budget, copy_plan, copy_memory, read_boxes, share_plans, written_bytes,
     )  # fmt: skip
     from .fetch import (  # isort: skip
         FAR_GAP, PIECE_BYTES, Access, BoxReads, ChunkPlaces, FetchPlan, Requested, fetch_plan,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .linking import comparable, files_to_share, without_shared
     from .places import Places, chunk_places
     from .ranges import (  # isort: skip
-        SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, filled, lies_together,
+        SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, fills_chunks, lies_together,
         range_axis, steps, whole_blocks,
     )  # fmt: skip
     from .retention import Best, Keep, LeftFile, Retained, RunEntry, by_age, retain, retain_files
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
         sharing_way, wants_of,
     )  # fmt: skip
     from .rounds import (  # isort: skip
-        Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
+        Incoming, Outgoing, ReadRegion, Region, Round, SharedRounds, ValueExchange, ValueRead,
         shared_rounds, value_exchange, value_reads,
     )  # fmt: skip
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
-    from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
+    from .transfer import Exchange, Parcel, ParcelPart, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
         MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
         numbers_of, pack_files, parse_size, refuse_split, save_id_of, shard_plans, shards_of,
@@ -62,7 +62,7 @@ __getattr__, __dir__ = door(
         ),
         "copy": (
             "BATCH_BYTES Box ComparePlan CopyBudget CopyPlan StoredChunks begun_chunks "
-            "compare_plan copy_budget copy_plan file_bytes read_boxes share_plans tensor_bytes"
+            "compare_plan copy_budget copy_plan copy_memory read_boxes share_plans written_bytes"
         ),
         "fetch": "FAR_GAP PIECE_BYTES Access BoxReads ChunkPlaces FetchPlan Requested fetch_plan",
         "filling": (
@@ -72,7 +72,7 @@ __getattr__, __dir__ = door(
         "linking": "comparable files_to_share without_shared",
         "places": "Places chunk_places",
         "ranges": (
-            "SMALL ByteRanges Requests byte_ranges coalesce fetched filled lies_together "
+            "SMALL ByteRanges Requests byte_ranges coalesce fetched fills_chunks lies_together "
             "range_axis steps whole_blocks"
         ),
         "retention": "Best Keep LeftFile Retained RunEntry by_age retain retain_files",
@@ -88,11 +88,11 @@ __getattr__, __dir__ = door(
             "sharing_way wants_of"
         ),
         "rounds": (
-            "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "
+            "Incoming Outgoing ReadRegion Region Round SharedRounds ValueExchange ValueRead "
             "shared_rounds value_exchange value_reads"
         ),
         "target": "Placements Seen Target Traits plan_target seen_through",
-        "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
+        "transfer": "Exchange Parcel ParcelPart TransferPlan transfer_plan transfer_rounds",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
             "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "

@@ -19,8 +19,8 @@ import numpy.typing as npt
 from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad, readonly
 from ..dtypes import itemsize
 from ..errors import Issue, PlanError
-from ..geometry.axes import Cut, joined
-from ..geometry.overlap import expand
+from ..geometry.axes import Cut, composed
+from ..geometry.overlap import grid_cells
 from ..geometry.tilings import Boxes
 from ..metadata import Layout, Metadata
 
@@ -76,7 +76,7 @@ def cut_blocks(
     extents = sizes if extents is None else pad(extents, 1, 1)
     step = reach_of(extents, itemsize, max_bytes)
     first = offsets // step
-    box, cell = expand((offsets + np.maximum(sizes, 1) - 1) // step - first + 1)
+    box, cell = grid_cells((offsets + np.maximum(sizes, 1) - 1) // step - first + 1)
     cell += first[box]
     low = np.maximum(cell * step[box], offsets[box])
     high = np.minimum((cell + 1) * step[box], (offsets + sizes)[box])
@@ -211,7 +211,7 @@ def cut_within(where: Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> 
     """
     if where.axes is None and (offsets, sizes) == (where.chunk_offsets, where.chunk_sizes):
         return (where._replace(chunk_offsets=(0,) * len(sizes)),)
-    return joined(where, Cut(offsets, sizes, None, (0,) * len(sizes), sizes))
+    return composed(where, Cut(offsets, sizes, None, (0,) * len(sizes), sizes))
 
 
 _VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
@@ -355,8 +355,7 @@ def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BY
     chunk = table.find(layout, reads.storage_anchor, reads.storage_hint)
     axes = max(table.sizes.shape[1], reads.lengths.shape[1], 1)
     extents = pad(table.sizes, axes, 1)[(table.first[layout] + np.maximum(chunk, 0))]
-    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop][entry]
-    reach = reach_of(extents, width, max_bytes)
+    reach = reach_of(extents, entries.itemsize[entry], max_bytes)
     offsets = pad(reads.storage_offsets, axes, 0)
     cell = offsets // reach
     last = (offsets + np.maximum(pad(reads.lengths, axes, 1), 1) - 1) // reach

@@ -358,12 +358,12 @@ def copy_budget(
     """
     reading = max(min(max_memory // 4, 256 << 20), 2 * BATCH_BYTES + read_staging)
     rest = max_memory - reading
-    depth = _DEPTH if rest >= 2 * file_bytes(_DEPTH, write_staging) else 1
-    files = min(rest // file_bytes(depth, write_staging), max_files)
+    depth = _DEPTH if rest >= 2 * copy_memory(_DEPTH, write_staging) else 1
+    files = min(rest // copy_memory(depth, write_staging), max_files)
     return CopyBudget(max(1, files), depth, reading)
 
 
-def file_bytes(depth: int, staging: int) -> int:
+def copy_memory(depth: int, staging: int) -> int:
     """Return how much memory a file in the making takes at most."""
     return (_HELD + depth) * BATCH_BYTES + _MADE * BLOCK_BYTES + staging
 
@@ -375,7 +375,7 @@ def share_plans(plans: Sequence[SavePlan], processes: int) -> list[list[int]]:
     >>> share_plans([local_plan({"w": TensorSpec((n,))}) for n in (1, 5, 3, 3)], 2)
     [[1, 0], [2, 3]]
     """
-    sizes = [tensor_bytes(plan) for plan in plans]
+    sizes = [written_bytes(plan) for plan in plans]
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -385,7 +385,7 @@ def share_plans(plans: Sequence[SavePlan], processes: int) -> list[list[int]]:
     return shares
 
 
-def tensor_bytes(plan: SavePlan) -> int:
+def written_bytes(plan: SavePlan) -> int:
     """Return how many bytes of tensors a plan writes."""
     items = plan.items
     if not len(items):

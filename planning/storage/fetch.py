@@ -27,10 +27,10 @@ from .ranges import (
     WIDE_GAP,
     ByteRanges,
     Flags,
+    box_ranges,
     coalesce,
-    filled,
+    fills_chunks,
     range_axis,
-    spread,
     steps,
     whole_blocks,
 )
@@ -159,7 +159,7 @@ class FetchPlan(Printed):
         box = self.blocks.box[blocks]
         width = self.places.itemsize[self.reads.chunk[box]]
         sizes, strides = self.blocks.sizes[blocks], self.strides[box]
-        return spread(self.start[blocks], sizes, strides, self.axis[box], width)
+        return box_ranges(self.start[blocks], sizes, strides, self.axis[box], width)
 
     def request(self, blocks: Ints) -> Requested:
         """Return the byte ranges of some blocks of one file, joined into requests."""
@@ -292,7 +292,7 @@ def _hashed(places: ChunkPlaces, reads: BoxReads, block_bytes: int, hash_parts: 
     rows = np.flatnonzero((reads.step == 1).all(axis=1) & places.summed[reads.chunk])
     chunk = reads.chunk[rows]
     boxes = (chunk, reads.offsets[rows], reads.lengths[rows], places.extents[chunk])
-    whole = filled(*boxes)
+    whole = fills_chunks(*boxes)
     if hash_parts and not whole.all():
         parts = whole_blocks(*boxes, places.itemsize[chunk], block_bytes)
         whole |= parts & ~np.isin(chunk, chunk[whole])

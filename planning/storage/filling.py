@@ -64,7 +64,7 @@ def meeting(spans: Mapping[K, tuple[int, int]]) -> Iterator[tuple[K, K]]:
 
 
 def partly_filled(plan: SavePlan, reads: ReadItems) -> frozenset[str]:
-    """Return the names, in the state dict, of tensors of which some elements are read, not all.
+    """Return the names, in the state dict, of tensors that are read in part.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan, trim
     >>> a, b = (local_plan({"w": TensorSpec((n,))}) for n in (3, 4))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, readonly
+from ..columns.arrays import Ints, column, distinct_columns, nth_equal, readonly
 from ..columns.items import Catalog
 from ..mesh.derive import DerivedPlans
 from ..metadata import Entries
@@ -23,15 +23,10 @@ __all__ = ["Places", "chunk_places"]
 
 @attrs.frozen(eq=False)
 class Places:
-    """The file of every chunk.
+    """The file of every chunk."""
 
-    Attributes:
-        columns: The distinct columns of file numbers, one number a chunk.
-        entry: Which of them each entry has; -1 for one without chunks in files.
-    """
-
-    columns: tuple[Ints, ...]
-    entry: Ints
+    columns: tuple[Ints, ...]  # the distinct columns of file numbers, one number a chunk
+    entry: Ints  # which of them each entry has; -1 for one without chunks in files
 
 
 def chunk_places(
@@ -91,18 +86,9 @@ def _derived(
         number = next((known[key] for key in keys if key in known), len(columns))
         known |= {key: number for key in keys if key is not None}
         if number == len(columns):
-            columns.append(readonly(files[ranks, _nth(ranks)]))
+            columns.append(readonly(files[ranks, nth_equal(ranks)]))
         entry.append(number)
     return Places(tuple(columns), column(entry))
-
-
-def _nth(values: Ints) -> Ints:
-    """Return how many equal values each value of a column comes after."""
-    order = np.argsort(values, kind="stable")
-    ordered = values[order]
-    nth = np.empty_like(values)
-    nth[order] = np.arange(len(values)) - np.searchsorted(ordered, ordered)
-    return nth
 
 
 def _listed(
@@ -137,22 +123,10 @@ def _listed(
         kept = stored[row]
         at = start[row[kept]] + np.maximum(items.hint[kept], 0)
         file[at] = files[rank, file_numbers(plan)[kept]]
-    return _distinct(file, start)
+    columns, entry = distinct_columns(np.split(file, start[1:-1])[: len(counts)])
+    return Places(columns, column(entry))
 
 
 def _entries_of(catalog: Catalog, entries: Entries) -> Ints:
     """Return which entry of the checkpoint each row of a catalog is; -1 if no item is of it."""
     return column([entries.row_of.get(name, -1) for name in catalog.names])
-
-
-def _distinct(file: Ints, start: Ints) -> Places:
-    """Find the distinct columns of file numbers, and which of them each entry has."""
-    known: dict[bytes, int] = {}
-    columns: list[Ints] = []
-    entry = []
-    for low, high in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
-        number = known.setdefault(file[low:high].tobytes(), len(columns)) if low < high else -1
-        if number == len(columns):
-            columns.append(readonly(file[low:high].copy()))
-        entry.append(number)
-    return Places(tuple(columns), column(entry))

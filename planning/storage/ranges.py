@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..columns.arrays import Ints
-from ..geometry.overlap import expand
+from ..geometry.overlap import grid_cells
 from .blocks import reach_of
 
 Flags = npt.NDArray[np.bool_]
@@ -63,10 +63,10 @@ def byte_ranges(
     """
     strides = steps(extents)
     first = begin + (offsets * strides).sum(axis=1) * itemsize
-    return spread(first, lengths, strides, range_axis(lengths, strides, itemsize), itemsize)
+    return box_ranges(first, lengths, strides, range_axis(lengths, strides, itemsize), itemsize)
 
 
-def spread(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints) -> ByteRanges:
+def box_ranges(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints) -> ByteRanges:
     """Return the byte ranges of boxes whose first elements lie at byte ``first`` of their file.
 
     From ``axis`` on each is fetched as one range, gaps and all. A step along an axis skips
@@ -74,7 +74,7 @@ def spread(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints
     """
     outside = np.arange(lengths.shape[1]) < axis[:, None]
     counts = np.where(outside, lengths, np.minimum(lengths, 1))  # none of an empty box
-    read, cell = expand(counts)
+    read, cell = grid_cells(counts)
     place = (cell * strides[read]).sum(axis=1) * itemsize[read]
     span = (np.where(outside, 0, (lengths - 1) * strides).sum(axis=1) + 1) * itemsize
     number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
@@ -168,14 +168,15 @@ def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
     return numel
 
 
-def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> Flags:
+def fills_chunks(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> Flags:
     """Return True for boxes of chunks that are filled by boxes, each of them one range.
 
     Boxes come in any order, and none is empty. Chunk 0 of 4 elements is read in halves, of chunk 1
     all but the first element:
 
     >>> column = lambda *n: np.array(n).reshape(-1, 1)
-    >>> filled(np.array([0, 1, 0]), column(2, 1, 0), column(2, 3, 2), column(4, 4, 4)).tolist()
+    >>> boxes = column(2, 1, 0), column(2, 3, 2), column(4, 4, 4)
+    >>> fills_chunks(np.array([0, 1, 0]), *boxes).tolist()
     [True, False, True]
     """
     begin = (offsets * steps(extents)).sum(axis=1)

@@ -41,7 +41,7 @@ class Region:
 
 
 @attrs.frozen
-class Piece(Region):
+class ReadRegion(Region):
     """A region that this rank reads, and where it lies in what the round reads."""
 
     read: int  # the row of the round's reads that brings it
@@ -75,7 +75,7 @@ class Round:
 
     reads: ReadItems  # what it reads from storage, and ``dtypes``, what each read is stored as
     dtypes: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ReadRegion, ...]
     outgoing: tuple[Outgoing, ...]
     incoming: tuple[Incoming, ...]
     # Once that has come: what it passes on, and what is passed on to it.
@@ -202,10 +202,9 @@ class _Table:
         """Find the blocks, regions and sizes of all reads."""
         reads = shared.reads
         located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
-        names = metadata.state_dict_metadata.names
-        by_name = column(sorted(range(len(names)), key=names.__getitem__))
+        by_name = metadata.state_dict_metadata.name_order
         where = reads.storage_anchor + shared.offsets
-        _, region = group_rows([np.argsort(by_name)[located.entry], where, shared.lengths])
+        _, region = group_rows([by_name[located.entry], where, shared.lengths])
         lengths = pad(shared.lengths, located.extents.shape[1], 1)
         many = fetched(lengths, located.extents, width, max_gap)
         return cls(shared, metadata, rank, located, width, region, many)
@@ -303,11 +302,11 @@ class _Table:
         if far:
             yield Outgoing(far, tuple(numbers))
 
-    def _piece(self, rows: list[int], read: int, reads: ReadItems) -> Piece:
+    def _piece(self, rows: list[int], read: int, reads: ReadItems) -> ReadRegion:
         row, shared = rows[0], self.shared
         axes = int(shared.reads.ndim[row])
         offsets = shared.offsets[row] - reads.storage_offsets[read]
-        return Piece(
+        return ReadRegion(
             tuple(row for row in rows if shared.own[row]),
             self._dtype(row),
             self._sizes(row),

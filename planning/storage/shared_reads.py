@@ -31,7 +31,7 @@ RUN_BYTES: Final = 1 << 20
 """Bytes that lie together and that one rank of a group reads, if there are as many."""
 
 MOST_PEERS: Final = 32
-"""The largest group of which every rank sends to every other; larger ones pass reads on."""
+"""The largest group whose ranks all send to each other; larger ones pass reads on."""
 
 _VALUE: Final = LoadItemType.BYTE_IO.value
 
@@ -44,7 +44,7 @@ class Turns(NamedTuple):
 
 
 def turns_of(nbytes: Ints, members: int, round_bytes: int, run_bytes: int = RUN_BYTES) -> Turns:
-    """Return when each block of a group is read, and by whom; blocks are in order of their places.
+    """Return when each block of a group is read, and by which member; blocks are in order of place.
 
     Rounds take about ``round_bytes`` each. Within a round, members read runs of equal length, of at
     least ``run_bytes``: small blocks that lie together are read together. If a round has fewer
@@ -167,7 +167,7 @@ def shared_by_rule(
         files: The file of each read, if it is known.
         round_bytes: Bytes of a group that are in memory at a time.
         block_bytes: The most bytes of a block that the checkpoint was hashed with.
-        most_peers: The largest group of which every rank sends to every other.
+        most_peers: The largest group whose ranks all send to each other.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> from shardplan.planning.storage import wants_of
@@ -228,9 +228,7 @@ def _blocks_by_place(
 ) -> Ints:
     """Number the blocks that are read as files hold them: widest elements first, then by name."""
     located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
-    names = metadata.state_dict_metadata.names
-    by_name = np.empty(len(names), np.int64)
-    by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    by_name = metadata.state_dict_metadata.name_order
     file = np.zeros(len(reads), np.int64) if files is None else files
     keys = [file, -width, by_name[located.entry], located.chunk, located.number]
     return group_rows(keys)[1]
@@ -267,9 +265,8 @@ def _rounds_by_name(reads: ReadItems, metadata: Metadata, round_bytes: int) -> I
     entries, axes = metadata.state_dict_metadata, reads.lengths.shape[1]
     located = locate_reads(metadata, reads)
     shapes = [*(layout.size for layout in entries.layouts), ()]
-    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-    sizes = column([math.prod(shape) for shape in shapes])[entries.layout] * width
-    by_name = column(sorted(range(len(entries.names)), key=entries.names.__getitem__))
+    sizes = column([math.prod(shape) for shape in shapes])[entries.layout] * entries.itemsize
+    by_name = np.argsort(entries.name_order)
     start = np.empty_like(sizes)
     start[by_name] = np.cumsum(sizes[by_name]) - sizes[by_name]
     extent = padded(shapes, 1, axes)[entries.layout[located.entry]]

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from ..codec import contents_tag
-from ..columns.arrays import Ints, column
+from ..columns.arrays import Ints, column, spread
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import World
 from ..dtypes import itemsize
@@ -35,7 +35,7 @@ from ..text import Printed, Sheet, Table, counted, human_bytes
 from .blocks import BLOCK_BYTES, boxes_of
 from .shared_reads import read_widths
 
-__all__ = ["Exchange", "Parcel", "Part", "TransferPlan", "transfer_plan", "transfer_rounds"]
+__all__ = ["Exchange", "Parcel", "ParcelPart", "TransferPlan", "transfer_plan", "transfer_rounds"]
 
 _SMALL: Final = 1 << 20  # bytes of a part that is sent together with others
 _SHOWN: Final = 16  # ranks
@@ -212,19 +212,12 @@ def _range(rows: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class _Holders:
-    """Which ranks hold each distinct chunk of the sources.
+    """Which ranks hold each distinct chunk of the sources."""
 
-    Attributes:
-        tensor: The number of each tensor or value, by name.
-        group: The first chunk of each tensor, among all distinct chunks.
-        start: The first row of each distinct chunk in ``rank``, and their number at the end.
-        rank: The holders, chunk by chunk.
-    """
-
-    tensor: dict[str, int]
-    group: Ints
-    start: Ints
-    rank: Ints
+    tensor: dict[str, int]  # the number of each tensor or value, by name
+    group: Ints  # the first chunk of each tensor, among all distinct chunks
+    start: Ints  # the first row of each distinct chunk in ``rank``, and their number at the end
+    rank: Ints  # the holders, chunk by chunk
 
     @classmethod
     def of(cls, world: World, ranks: Ints) -> _Holders:
@@ -237,15 +230,14 @@ class _Holders:
         return cls(numbers, column(before[rows.start]), column(start), column(ranks[rows.rank]))
 
     def choose(self, reads: ReadItems, target: Ints, nbytes: Ints, ranks: int) -> Ints:
-        """Return the rank that makes each read, given whom it is for and its bytes."""
+        """Return the rank that makes each read, given its target and its bytes."""
         if not len(reads):
             return column([])
         tensor = column([self.tensor.get(name, -1) for name in reads.names])[reads.storage]
         chunk = self.group[tensor] + np.maximum(reads.storage_hint, 0)
         count = self.start[chunk + 1] - self.start[chunk]
-        read = np.repeat(np.arange(len(reads)), count)
-        within = np.arange(len(read)) - np.repeat(np.cumsum(count) - count, count)
-        holder = self.rank[self.start[chunk][read] + within]
+        read, nth = spread(count)
+        holder = self.rank[self.start[chunk][read] + nth]
         is_own = holder == target[read]
         stays = np.zeros(len(reads), bool)
         stays[read[is_own]] = True
@@ -259,7 +251,7 @@ class _Holders:
 
 
 @attrs.frozen
-class Part:
+class ParcelPart:
     """A box of a read: the row of the plan's transfers, and the box in what it reads."""
 
     row: int
@@ -273,7 +265,7 @@ class Parcel:
     """Parts that go to one rank, or come from one rank, as one message."""
 
     peer: int
-    parts: tuple[Part, ...]
+    parts: tuple[ParcelPart, ...]
 
     @property
     def nbytes(self) -> int:
@@ -326,7 +318,7 @@ def transfer_rounds(
     ]
     storage = reads.storage.tolist()
     sent = dict[tuple[bool, int], int]()
-    placed: list[tuple[int, bool, int, Part]] = []
+    placed: list[tuple[int, bool, int, ParcelPart]] = []
     for row in rows.tolist():
         is_sent = source[row] == rank
         key = (is_sent, target[row] if is_sent else source[row])
@@ -351,14 +343,14 @@ def transfer_rounds(
     return tuple(rounds)
 
 
-def _parts(row: int, shape: Sequence[int], dtype: str, most: int) -> Iterator[Part]:
+def _parts(row: int, shape: Sequence[int], dtype: str, most: int) -> Iterator[ParcelPart]:
     width = itemsize(dtype)
     for offsets, sizes in boxes_of(shape, dtype, most):
         own = tuple(sizes[: len(shape)])
-        yield Part(row, tuple(offsets[: len(shape)]), own, math.prod(own) * width)
+        yield ParcelPart(row, tuple(offsets[: len(shape)]), own, math.prod(own) * width)
 
 
-def _parcels(peer: int, parts: Sequence[Part]) -> Iterator[Parcel]:
+def _parcels(peer: int, parts: Sequence[ParcelPart]) -> Iterator[Parcel]:
     """Put small parts that follow one another into one parcel; others go alone."""
     for is_small, found in groupby(parts, lambda part: part.nbytes < _SMALL):
         if is_small:

@@ -221,9 +221,8 @@ def read_widths(items: ReadItems, metadata: Metadata) -> Ints:
     entries = metadata.state_dict_metadata
     if not len(items):
         return column([])
-    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
     row = column([entries.row_of.get(name, 0) for name in items.names])
-    return width[row[items.storage]]
+    return entries.itemsize[row[items.storage]]
 
 
 def sharing_way(needs: Sequence[Need], *, asked: bool = False) -> Way:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, distinct, pad, readonly
+from ..columns.arrays import Ints, column, distinct, nth_equal, pad, readonly
 from ..errors import RefusedError, listed
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
@@ -83,11 +83,7 @@ def file_numbers(plan: SavePlan) -> Ints:
     >>> file_numbers(split_chunks(8)((local_plan({"w": TensorSpec((4,))}),))[0])
     array([0, 1])
     """
-    name = plan.items.catalog.name_order[plan.items.row]
-    by_name = np.argsort(name, kind="stable")
-    file = np.empty(len(name), np.int64)
-    file[by_name] = np.arange(len(name)) - np.searchsorted(name[by_name], name[by_name])
-    return readonly(file)
+    return readonly(nth_equal(plan.items.catalog.name_order[plan.items.row]))
 
 
 _SHOWN: Final = 20  # rows of a printed plan

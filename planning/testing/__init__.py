@@ -24,12 +24,12 @@ from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
 from .frames import Element, assert_accounted, filled, item_elements, pairs, plus, written
 
 __all__ = [
-    "Element", "Origin", "Trace", "assert_accounted", "assert_all_saved", "assert_read_once",
+    "Element", "SavedAt", "Trace", "assert_accounted", "assert_all_saved", "assert_read_once",
     "assert_written_once", "cells", "count_writes", "filled", "trace_reads", "written",
 ]  # fmt: skip
 
 
-class Origin(NamedTuple):
+class SavedAt(NamedTuple):
     """Where an element was saved."""
 
     fqn: str
@@ -37,7 +37,7 @@ class Origin(NamedTuple):
     element: Element  # where it lies in that chunk
 
 
-Trace = dict[MetadataIndex, dict[Element, tuple[Origin, ...]]]
+Trace = dict[MetadataIndex, dict[Element, tuple[SavedAt, ...]]]
 """Per shard of a state dict, per element of its tensor, every place from which it is read."""
 
 
@@ -204,7 +204,7 @@ def trace_reads(
     >>> target = {"w": [Chunk((1,), (2,))]}
     >>> trace = trace_reads(metadata, target, resolve_overlaps(metadata, target))
     >>> trace[MetadataIndex("w", (1,))][(2,)]
-    (Origin(fqn='w', chunk=1, element=(1,)),)
+    (SavedAt(fqn='w', chunk=1, element=(1,)),)
 
     Raises:
         AssertionError: A read's source was not saved, or its destination is not in the target.
@@ -304,7 +304,7 @@ def _wanted(target: SavePlan | Mapping[str, Iterable[Chunk]]) -> Iterator[_Wante
                 yield from (_Wanted(shard, name, element, element) for element in cells(chunk))
 
 
-def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origin]]:
+def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, SavedAt]]:
     """Yield each element that a read fills, with its source."""
     source, into = read.storage_index, read.dest_index
     entries = metadata.state_dict_metadata
@@ -315,7 +315,7 @@ def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origi
         f"`{source.fqn}` was saved as {type(entry).__name__}, but is read as {read.type.name}"
     )
     if isinstance(entry, BytesMetadata):
-        yield (), Origin(source.fqn, 0, ())
+        yield (), SavedAt(source.fqn, 0, ())
         return
     known = [n for n, chunk in enumerate(entry.chunks) if chunk.offsets == source.offset]
     assert known, f"`{source.fqn}`: no chunk was saved at {source.offset}, from which {read} reads"
@@ -325,4 +325,4 @@ def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origi
         assert all(p < n for p, n in zip(position, entry.chunks[number].sizes, strict=True)), (
             f"`{source.fqn}`: {read} runs past the saved {entry.chunks[number]}"
         )
-        yield plus(into.offset or (), element), Origin(source.fqn, number, position)
+        yield plus(into.offset or (), element), SavedAt(source.fqn, number, position)

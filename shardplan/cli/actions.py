@@ -17,7 +17,7 @@ import typer
 from typer import Argument, Option
 
 from shardplan.planning import counted, human_bytes, shape_text
-from shardplan.planning.geometry import Axis, select
+from shardplan.planning.geometry import Axis, selection_of
 
 from .passes import Cast, Drop, PlannerName, Rename, Select, parse_passes
 from .screen import (
@@ -388,7 +388,7 @@ def _read(
     saved: SavedTensor, index: Any, everything: bool
 ) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     """Return the shape of the indexed part, and its elements, or the corners of many."""
-    chosen = select(index, saved.shape)
+    chosen = selection_of(index, saved.shape)
     if everything or math.prod(chosen.shape) <= _WHOLE:
         return chosen.shape, _array(saved[index])
     import numpy as np

@@ -35,17 +35,11 @@ class Total:
 
 @attrs.frozen(eq=False, slots=False)
 class Contents:
-    """The tensors and values of a checkpoint, or some of them.
+    """The tensors and values of a checkpoint, or some of them."""
 
-    Attributes:
-        path: The checkpoint, as the user named it.
-        source: The opened checkpoint.
-        rows: The selected rows of its entries: tensors first, each kind by name.
-    """
-
-    path: str
-    source: Source
-    rows: Sequence[int]
+    path: str  # the checkpoint, as the user named it
+    source: Source  # the opened checkpoint
+    rows: Sequence[int]  # the selected rows of its entries: tensors first, each kind by name
 
     @cached_property
     def entries(self) -> Entries:

@@ -257,19 +257,13 @@ def _tensor_json(contents: Contents, row: int, chunks: bool) -> dict[str, Any]:
 
 @attrs.frozen
 class Branch:
-    """One line of a tree of names.
+    """One line of a tree of names."""
 
-    Attributes:
-        depth: Its depth; 0 at the top.
-        label: The lines of the tree, and its part of the name.
-        rows: The rows of the names that end here; several if equal ones share the line.
-        below: The rows of all names that end here or below.
-    """
-
-    depth: int
-    label: str
+    depth: int  # its depth; 0 at the top
+    label: str  # the lines of the tree, and its part of the name
+    # The rows of the names that end here; several if equal ones share the line.
     rows: tuple[int, ...]
-    below: tuple[int, ...]
+    below: tuple[int, ...]  # the rows of all names that end here or below
 
 
 @attrs.frozen(eq=False)

@@ -29,11 +29,11 @@ from shardplan.planning import Path, decode_metadata, encode_metadata
 from shardplan.torch_dcp import to_torch
 
 __all__ = [
-    "Place",
+    "DcpPlace",
     "comm_of",
-    "describe",
+    "described",
     "find_place",
-    "is_plain",
+    "is_standard",
     "old_order",
     "used_format",
     "use",
@@ -82,14 +82,14 @@ def old_order(function: F) -> F:
 
 
 @attrs.frozen
-class Place:
+class DcpPlace:
     """Where to save or load, and whether a checkpoint there may be replaced."""
 
     path: PathLike
     overwrite: bool = True
 
 
-def is_plain(planner: Any) -> bool:
+def is_standard(planner: Any) -> bool:
     """Return True if a planner is torch's, and plans as `shardplan` does."""
     if planner is None:
         return True
@@ -101,7 +101,7 @@ def is_plain(planner: Any) -> bool:
     return False
 
 
-def find_place(storage: Any, checkpoint_id: PathLike | None, *, reader: bool) -> Place | None:
+def find_place(storage: Any, checkpoint_id: PathLike | None, *, reader: bool) -> DcpPlace | None:
     """Return where torch's storage keeps a checkpoint; None if torch has to access it.
 
     Raises:
@@ -111,11 +111,11 @@ def find_place(storage: Any, checkpoint_id: PathLike | None, *, reader: bool) ->
         storage = _detect(checkpoint_id, reader=reader)
     elif _is_plain_storage(storage) and checkpoint_id is not None:
         storage.reset(checkpoint_id)
-    if isinstance(storage, Place):
+    if isinstance(storage, DcpPlace):
         return storage
     if not _is_plain_storage(storage) or not storage.checkpoint_id:
         return None
-    return Place(storage.checkpoint_id, reader or storage.overwrite)
+    return DcpPlace(storage.checkpoint_id, reader or storage.overwrite)
 
 
 _OBJECTS: Final = ("s3://", "gs://", "az://")
@@ -128,7 +128,7 @@ def _detect(checkpoint_id: PathLike | None, *, reader: bool) -> Any:
     except RuntimeError:
         if checkpoint_id is None or not os.fspath(checkpoint_id).startswith(_OBJECTS):
             raise
-        return Place(checkpoint_id)
+        return DcpPlace(checkpoint_id)
 
 
 def _is_plain_storage(storage: Any) -> bool:
@@ -145,7 +145,7 @@ def _is_plain_storage(storage: Any) -> bool:
 # Ranks
 
 
-def describe(comm: Comm, path: PathLike) -> Metadata:
+def described(comm: Comm, path: PathLike) -> Metadata:
     """Return what a checkpoint holds in torch's own record, on every rank; one of them reads it."""
 
     def described() -> bytes:

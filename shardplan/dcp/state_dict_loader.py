@@ -14,7 +14,16 @@ import shardplan
 from shardplan.dist import Comm
 from shardplan.torch_dcp import as_torch_storage_reader
 
-from ._calls import PathLike, Place, comm_of, describe, find_place, is_plain, old_order, used_format
+from ._calls import (
+    DcpPlace,
+    PathLike,
+    comm_of,
+    described,
+    find_place,
+    is_standard,
+    old_order,
+    used_format,
+)
 from ._errors import raising
 
 __all__ = ["load", "load_state_dict"]
@@ -48,7 +57,7 @@ def load(
     Raises:
         CheckpointException: The load failed, on all ranks alike; ``__cause__`` is our error.
     """
-    place = find_place(storage_reader, checkpoint_id, reader=True) if is_plain(planner) else None
+    place = find_place(storage_reader, checkpoint_id, reader=True) if is_standard(planner) else None
     if place is not None:
         comm = comm_of(process_group, no_dist=no_dist)
         if _load(state_dict, place, comm, planner):
@@ -65,7 +74,7 @@ def load(
     )
 
 
-def _load(state_dict: dict[str, Any], place: Place, comm: Comm, planner: Any) -> bool:
+def _load(state_dict: dict[str, Any], place: DcpPlace, comm: Comm, planner: Any) -> bool:
     """Load as torch does; return False if torch wrote the checkpoint through an extension."""
     asked = {key: state_dict[key] for key in sorted(state_dict)}  # some communicate
     state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in asked.items()}
@@ -97,7 +106,7 @@ def load_state_dict(
     planner: LoadPlanner | None = None,
 ) -> None:
     """Fill a state dict from a checkpoint; torch has deprecated this in favour of `load`."""
-    place = find_place(storage_reader, None, reader=True) if is_plain(planner) else None
+    place = find_place(storage_reader, None, reader=True) if is_standard(planner) else None
     if place is None:
         return _torchs.load_state_dict(
             state_dict, storage_reader, process_group, coordinator_rank, no_dist, planner
@@ -106,12 +115,12 @@ def load_state_dict(
     return _fill(state_dict, place, comm, planner)
 
 
-def _fill(state_dict: dict[str, Any], place: Place, comm: Comm, planner: Any) -> None:
+def _fill(state_dict: dict[str, Any], place: DcpPlace, comm: Comm, planner: Any) -> None:
     strict = planner is None or not planner.allow_partial_load
     with raising(comm):
         shardplan.load(state_dict, place.path, strict=strict, dtype="cast", comm=comm)
         if planner is not None:
-            planner.metadata = describe(comm, place.path)
+            planner.metadata = described(comm, place.path)
 
 
 def __getattr__(name: str) -> Any:

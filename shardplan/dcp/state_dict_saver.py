@@ -19,7 +19,16 @@ from shardplan._report import SaveReport
 from shardplan.dist import Comm
 from shardplan.torch_dcp import as_torch_storage_writer
 
-from ._calls import PathLike, Place, comm_of, describe, find_place, is_plain, old_order, used_format
+from ._calls import (
+    DcpPlace,
+    PathLike,
+    comm_of,
+    described,
+    find_place,
+    is_standard,
+    old_order,
+    used_format,
+)
 from ._errors import raising
 
 __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
@@ -53,7 +62,7 @@ def save(
         CheckpointException: The save failed, on all ranks alike; ``__cause__`` is our error.
     """
     place = None
-    if use_collectives and is_plain(planner):
+    if use_collectives and is_standard(planner):
         place = find_place(storage_writer, checkpoint_id, reader=False)
     if place is None:
         metadata: Metadata = _torchs.save(
@@ -84,7 +93,7 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """Save a state dict; torch has deprecated this in favour of `save`."""
-    place = find_place(storage_writer, None, reader=False) if is_plain(planner) else None
+    place = find_place(storage_writer, None, reader=False) if is_standard(planner) else None
     if place is None:
         return _torchs.save_state_dict(
             state_dict, storage_writer, process_group, coordinator_rank, no_dist, planner
@@ -115,7 +124,7 @@ def async_save(
         A future of the metadata; what torch returns if torch carries out the save.
     """
     place = None
-    if async_stager is None and use_collectives and is_plain(planner):
+    if async_stager is None and use_collectives and is_standard(planner):
         place = find_place(storage_writer, checkpoint_id, reader=False)
     if place is None:
         return _torchs.async_save(
@@ -147,7 +156,7 @@ def async_save(
 
 
 def _save(
-    state_dict: dict[str, Any], place: Place, comm: Comm, writer: Any, format: str | None
+    state_dict: dict[str, Any], place: DcpPlace, comm: Comm, writer: Any, format: str | None
 ) -> Metadata:
     format = format or used_format()
     with raising(comm):
@@ -157,15 +166,15 @@ def _save(
         return _metadata(report, comm, place, writer)
 
 
-def _metadata(report: SaveReport, comm: Comm, place: Place, writer: Any) -> Metadata:
+def _metadata(report: SaveReport, comm: Comm, place: DcpPlace, writer: Any) -> Metadata:
     """Return what was saved, and note in the caller's writer under what id."""
     if writer is not None:
         writer.save_id = report.save_id
-    return describe(comm, place.path)
+    return described(comm, place.path)
 
 
 def _pass_on(
-    future: Future[Metadata], comm: Comm, place: Place, writer: Any, saving: SaveFuture
+    future: Future[Metadata], comm: Comm, place: DcpPlace, writer: Any, saving: SaveFuture
 ) -> None:
     """Settle torch's future when ours is done."""
     try:

@@ -112,7 +112,7 @@ class CheckpointManager(BaseCheckpointManager):
             return self._load_initial()
         newest = max(steps, default=-1)
         if step not in (-1, *steps):
-            raise FileNotFoundError(f"{self._path(step)} is no checkpoint; there are {steps}")
+            raise FileNotFoundError(f"{self._path(step)} is not a checkpoint; there are {steps}")
         if step == 0 or newest == 0:  # a seed checkpoint holds the model only
             self._fill(self.model.state_dict(), self._path(0))
             return True

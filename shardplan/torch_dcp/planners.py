@@ -30,7 +30,7 @@ from shardplan.io import (
 from shardplan.io.formats.torch_save import (
     PickleError,
     RefusedName,
-    explain,
+    fault_of,
     in_memory,
     load_archive,
     read_archive,
@@ -68,7 +68,7 @@ class UnsafeValueError(TypeError):
     """A value that cannot be loaded without running code; its message goes after the key."""
 
 
-def dump_value(value: Any) -> io.BytesIO:
+def dump_buffer(value: Any) -> io.BytesIO:
     """Return the bytes that `torch.save` makes of a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -76,26 +76,26 @@ def dump_value(value: Any) -> io.BytesIO:
     return buffer
 
 
-def load_value(buffer: io.BytesIO) -> Any:
+def load_buffer(buffer: io.BytesIO) -> Any:
     """Return the value that `torch.save` was given, or raise UnsafeValueError."""
     try:
         return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
     except RefusedName as error:
-        why = f"cannot be loaded without running code: it {explain(error)}"
+        why = f"cannot be loaded without running code: it {fault_of(error)}"
         raise UnsafeValueError(why) from None
     except (PickleError, FormatError) as error:
-        raise UnsafeValueError(explain(error)) from None
+        raise UnsafeValueError(fault_of(error)) from None
 
 
 def _safe_dump(value: Any) -> io.BytesIO:
-    """Return the bytes that `torch.save` makes of a value, if `load_value` accepts them."""
+    """Return the bytes that `torch.save` makes of a value, if `load_buffer` accepts them."""
     what = f"is a {type(value).__module__}.{type(value).__qualname__}, which"
     try:
-        buffer = dump_value(value)
+        buffer = dump_buffer(value)
     except Exception as error:  # a class may raise anything when it is pickled
         raise UnsafeValueError(f"{what} cannot be stored ({error})") from None
     try:
-        load_value(buffer)
+        load_buffer(buffer)
     except UnsafeValueError as error:
         raise UnsafeValueError(f"{what} {error}") from None
     buffer.seek(0)
@@ -200,7 +200,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         local = [from_torch(plan) for plan in all_plans]
         _check_places(local, self._stages)
         plans, metadata = global_plan(local, [*self._stages.rest, *DEFAULT_PASSES])
-        bare = (SavePlan(p.items, p.storage_data, p.planner_data) for p in plans)
+        bare = (SavePlan([*p.items], p.storage_data, p.planner_data) for p in plans)
         return [to_torch(plan) for plan in bare], to_torch(metadata)
 
     def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:
@@ -400,7 +400,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         """Put a non-tensor value into the state dict, if it is safe to load."""
         name = read_item.dest_index.fqn
         try:
-            loaded = load_value(value)
+            loaded = load_buffer(value)
             loaded = refilled(self._flat[name], loaded) if name in self._whole else loaded
             put(self._sd, self._paths[name], loaded)
         except UnsafeValueError as error:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import planner as torch_plans
 from shardplan.io import torch_dtype
 from shardplan.io.formats.dcp import OWN_EMPTY, OWN_PATHS, pack_path, unpack_path
 from shardplan.planning import Issue, Path, RefusedError, empty_names, listed, tile
-from shardplan.planning.columns import ReadItems, WriteItems
+from shardplan.planning.columns import Catalog, ReadItems, WriteItems, merge_catalogs
 from shardplan.planning.geometry import Axes
 
 from .. import planning as ours
@@ -182,6 +182,7 @@ def _plain_read(record: ours.ReadItem) -> torch_plans.ReadItem:
 
 def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
     items, origins = list(record.items), dict[ours.MetadataIndex, _Origin]()
+    catalog, used = record.items.catalog, set(record.items.row.tolist())
     for item in items:
         origin = _Origin.of(item)
         if origins.setdefault(item.index, origin) != origin:
@@ -192,6 +193,8 @@ def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
         extra["held"] = record.held.to_bytes()
     if record.left_out is not None:
         extra["left_out"] = record.left_out.to_bytes()
+    if unused := [head for row, head in enumerate(catalog.heads) if row not in used]:
+        extra["unused"] = Catalog.of(unused).to_bytes()
     names = {item.index.fqn for item in items}
     return torch_plans.SavePlan(
         [_without_source(item) for item in items],
@@ -365,7 +368,10 @@ def _from_save_plan(record: torch_plans.SavePlan) -> ours.SavePlan:
         raise RefusedError("this plan stands for a cached one of its rank; switch caching off")
     data, extra = data_from_torch(record.planner_data, {item.index.fqn for item in record.items})
     origins = extra.get("sources", {})
-    items = [_from_write_item(item, origins) for item in record.items]
+    items = WriteItems.of(_from_write_item(item, origins) for item in record.items)
+    if "unused" in extra:  # tensors of which the rank holds nothing, which passes know by name
+        catalog, rows = merge_catalogs(items.catalog, Catalog.from_bytes(extra["unused"]))
+        items = items.recatalog(catalog, rows[0][items.row])
     held, left_out = (
         WriteItems.from_bytes(extra[name]) if name in extra else None
         for name in ("held", "left_out")
@@ -435,16 +441,12 @@ _FROM: Final[dict[type, Callable[[Any], Any]]] = {
 
 @attrs.frozen
 class _Nesting:
-    """The paths of nested keys as torch keeps them, and what these lose.
+    """The paths of nested keys as torch keeps them, and what these lose."""
 
-    Attributes:
-        paths: The path of every name, in torch's form.
-        own: The paths that torch's form cannot express, in ours.
-        empty: The paths of empty dicts, in ours; None for one that is empty on this rank only.
-    """
-
-    paths: dict[str, tuple[str | int, ...]]
+    paths: dict[str, tuple[str | int, ...]]  # the path of every name, in torch's form
+    # The paths that torch's form cannot express, in ours.
     own: dict[str, Path] = attrs.field(factory=dict)
+    # The paths of empty dicts, in ours; None for one that is empty on this rank only.
     empty: dict[str, Path | None] = attrs.field(factory=dict)
 
 

@@ -38,7 +38,7 @@ from shardplan.planning import (
     global_plan,
 )
 
-from .planners import UnsafeValueError, dump_value, load_value
+from .planners import UnsafeValueError, dump_buffer, load_buffer
 from .records import from_torch, to_torch
 
 Place = str | os.PathLike[str] | Store
@@ -223,7 +223,7 @@ def _resolved(
         given = planner.resolve_data(item)
         if data is None and isinstance(given, io.BytesIO):
             try:
-                sd[name] = Kept(load_value(given))  # not flattened
+                sd[name] = Kept(load_buffer(given))  # not flattened
             except UnsafeValueError as error:
                 refused[name] = str(error)
         elif data is not None and isinstance(given, torch.Tensor):
@@ -332,7 +332,7 @@ class _StorageReader(_Located, StorageReader):
         for item, read in pairs:
             if read.type is LoadItemType.BYTE_IO:
                 value = reader.value(read.storage_index.fqn, verify=self._verify)
-                planner.load_bytes(item, dump_value(value))
+                planner.load_bytes(item, dump_buffer(value))
         return _done(None)
 
 

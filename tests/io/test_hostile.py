@@ -19,7 +19,7 @@ from shardplan.io.formats.native.manifest import MANIFEST, sign
 from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.formats.torch_save.names import load_nested, load_summed
 from shardplan.io.formats.torch_save.unpickler import PickleError
-from shardplan.torch_dcp.planners import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_buffer
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)
@@ -133,7 +133,7 @@ def test_a_value_that_asks_for_more_than_its_length_justifies_is_refused(bomb):
     with pytest.raises(FormatError, match=r"`v` cannot be loaded"):
         load_summed(data, "file", "v")[0]
     with pytest.raises(UnsafeValueError, match="cannot be loaded"):
-        load_value(io.BytesIO(data))
+        load_buffer(io.BytesIO(data))
 
 
 def test_a_bomb_among_the_values_of_our_own_checkpoint_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""What is wrong is found, always, and told all at once: key, ranks, region, remedy."""
+"""What is wrong is found, always, and reported all at once: key, ranks, region, remedy."""
 
 import math
 

@@ -139,10 +139,9 @@ def assert_returns(record):
 @given(worlds())
 def test_our_save_plans_come_back_from_torch_s_with_their_sources(plans):
     for plan in plans:
-        there = assert_returns(plan)
-        assert [i.index.index for i in from_torch(there).items] == [
-            i.index.index for i in plan.items
-        ]
+        items = from_torch(assert_returns(plan)).items
+        assert [item.index.index for item in items] == [item.index.index for item in plan.items]
+        assert set(items.catalog.names) == set(plan.items.catalog.names)
 
 
 @given(plans_of.save_plans(), planner_data(), st.booleans())

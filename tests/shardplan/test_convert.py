@@ -46,7 +46,7 @@ from shardplan.planning import (
     trim,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.storage import BATCH_BYTES, Box, copy_budget, file_bytes
+from shardplan.planning.storage import BATCH_BYTES, Box, copy_budget, copy_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -709,7 +709,7 @@ def test_what_one_rank_cannot_begin_reaches_all_at_once(tmp_path, wrong):
 def test_what_stores_hold_on_the_way_counts(source, target, more):
     least, source, target = (128 + source + target + more) << 20, source << 20, target << 20
     budget = copy_budget(least, read_staging=source, write_staging=target)
-    files = budget.files * file_bytes(budget.depth, target)
+    files = budget.files * copy_memory(budget.depth, target)
     assert budget.files >= 1
     assert budget.reading >= BATCH_BYTES + source  # else one read would exceed it
     assert budget.reading + files <= least

@@ -28,8 +28,8 @@ from shardplan.planning import (
     split,
     world_plans,
 )
+from shardplan.planning.columns.runs import flat_runs
 from shardplan.planning.reports import explorer_data
-from shardplan.planning.reports.explore import runs
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 SPECS = {
@@ -59,7 +59,7 @@ def expand(parts):
 def test_runs_stand_for_the_numbers_they_were_made_of(values):
     import numpy as np
 
-    assert expand(runs(np.array(values, np.int64))) == values
+    assert expand(flat_runs(np.array(values, np.int64))) == values
 
 
 def test_the_data_know_who_holds_what():

@@ -269,7 +269,7 @@ def test_impossible_paths_in_a_manifest_are_damage(tmp_path, path):
     [
         ({"block_bytes": 0}, "block_bytes are 0"),
         ({"places": [[[0, 1 << 30, 0]]]}, "a run stands for 1,073,741,824 numbers"),
-        ({"planner_data": {"paths": [1]}}, "paths that are no object"),
+        ({"planner_data": {"paths": [1]}}, "paths that are not an object"),
     ],
 )
 def test_a_manifest_s_faults_are_told_in_words(tmp_path, change, told):

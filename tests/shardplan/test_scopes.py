@@ -49,6 +49,7 @@ from shardplan.planning import (
     named_chain,
     on_ranks,
     partition,
+    permute,
     read_on,
     rename,
     select,
@@ -194,6 +195,15 @@ def test_a_planner_gives_equal_plans_through_save_global_plan_and_torch_s_planne
     event("refused" if isinstance(plans, set) else "planned")
     if isinstance(plans, list):
         assert_all_saved(held, plans)
+
+
+def test_in_torch_s_save_a_pass_matches_tensors_of_which_a_rank_holds_no_element(monkeypatch):
+    """Of three rows, the last of four ranks holds none."""
+    planner = [stack("e.#", "e"), permute("w", (1, 0))]
+    whole = {"w": torch.arange(6.0).view(3, 2), "e.0": torch.ones(4), "e.1": torch.ones(4)}
+    states = [parts.part(whole, "rows", 4, rank) for rank in range(4)]
+    plans, _ = global_plan(map(local_plan, states), [*planner, dedup_replicas()])
+    assert torch_plans(states, planner, monkeypatch) == list(plans)
 
 
 def planned(run):

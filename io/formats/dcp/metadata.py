@@ -1,7 +1,7 @@
 """The `.metadata` file of torch.distributed.checkpoint, a pickle of torch's own records.
 
-Each becomes a `Record`, a stand-in with the same name and fields. A pickle that names anything else
-than `_CLASSES` is refused.
+Each becomes a `TorchRecord`, a stand-in with the same name and fields. A pickle that names anything
+else than `_CLASSES` is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..torch_save.unpickler import (
     Call,
     PickleError,
     RefusedName,
-    Stateful,
+    StatefulStandIn,
     calls,
     load_pickle,
     require,
@@ -68,7 +68,7 @@ Item = tuple[str, tuple[int, ...] | None]
 
 
 @attrs.frozen
-class Place:
+class ItemBytes:
     """The bytes of one item in a file, and the extensions that they went through."""
 
     file: int
@@ -83,12 +83,12 @@ class Described:
 
     metadata: Metadata
     files: tuple[str, ...]
-    places: Mapping[Item, Place]
-    copies: Mapping[Item, tuple[Place, ...]] = {}
+    places: Mapping[Item, ItemBytes]
+    copies: Mapping[Item, tuple[ItemBytes, ...]] = {}
     notes: tuple[str, ...] = ()
 
 
-class Record(Stateful):
+class TorchRecord(StatefulStandIn):
     """One of torch's records: the name of its class; its fields are its state."""
 
     __slots__ = ("kind",)
@@ -100,14 +100,14 @@ class Record(Stateful):
 
 def _fields(value: Any, kind: str) -> Mapping[str, Any]:
     """Return the fields of a record that must be of a kind."""
-    if type(value) is not Record or value.kind != kind or type(value.state) is not dict:
-        shown = value.kind if type(value) is Record else type(value).__name__
+    if type(value) is not TorchRecord or value.kind != kind or type(value.state) is not dict:
+        shown = value.kind if type(value) is TorchRecord else type(value).__name__
         raise PickleError(f"it holds a {shown} in place of a {kind}")
     return value.state
 
 
 def _records(module: str, kinds: str) -> dict[str, Any]:
-    return {f"{module}.{kind}": partial(Record, kind) for kind in kinds.split()}
+    return {f"{module}.{kind}": partial(TorchRecord, kind) for kind in kinds.split()}
 
 
 def _member(owner: Any, name: Any) -> None:
@@ -137,8 +137,8 @@ _CLASSES: Final[Mapping[str, Call]] = {
             **_records(f"{_HOME}.filesystem", "_StorageInfo _StoragePrefix"),
             # What Megatron-core keeps of the plans that it saved by; nothing here looks at it.
             **_records(f"{_HOME}.planner", "SavePlan WriteItem TensorWriteData BytesIOWriteData"),
-            f"{_MEGATRON}.MCoreSavePlan": partial(Record, "SavePlan"),
-            f"{_MEGATRON}.MCoreMetadata": partial(Record, "Metadata"),
+            f"{_MEGATRON}.MCoreSavePlan": partial(TorchRecord, "SavePlan"),
+            f"{_MEGATRON}.MCoreMetadata": partial(TorchRecord, "Metadata"),
             **dict.fromkeys(_ENUMS, lambda *_: None),
             "torch.serialization._get_layout": lambda name: _text(name),
             "builtins.getattr": _member,
@@ -182,7 +182,7 @@ def _describe(fields: Mapping[str, Any]) -> Described:
         {**{_text(name): entry for name, entry in known.items()}, **dict.fromkeys(bare)}
     )
     files: dict[str, int] = {}
-    places: dict[Item, Place] = {}
+    places: dict[Item, ItemBytes] = {}
     for index, info in (fields.get("storage_data") or {}).items():
         item = _fields(index, "MetadataIndex")
         name, offset = _text(item["fqn"]), item.get("offset")
@@ -217,12 +217,14 @@ def _entries(described: Mapping[str, Any]) -> Entries:
     layouts: dict[Any, tuple[int, Layout]] = {}
     rows = []
     for name, entry in described.items():
-        if entry is None or (type(entry) is Record and entry.kind == "BytesStorageMetadata"):
+        if entry is None or (type(entry) is TorchRecord and entry.kind == "BytesStorageMetadata"):
             rows.append((-1, -1))
             continue
         try:
             fields = _fields(entry, "TensorStorageMetadata")
-            state = fields["properties"].state if type(fields["properties"]) is Record else None
+            state = (
+                fields["properties"].state if type(fields["properties"]) is TorchRecord else None
+            )
             if type(state) is not tuple or not _PLAIN.issuperset(map(type, state)):
                 raise ValueError("its properties are of an unknown kind")
             if state not in props:
@@ -290,7 +292,7 @@ def _layout(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Layout:
     return Layout(size, tile(boxes[:, 0], boxes[:, 1]))
 
 
-def _place(name: str, files: dict[str, int], stored: Mapping[str, Any]) -> Place:
+def _place(name: str, files: dict[str, int], stored: Mapping[str, Any]) -> ItemBytes:
     """Return where an item lies; new files, which must be in the checkpoint, are numbered."""
     file = _text(stored["relative_path"])
     if file not in files:
@@ -303,7 +305,7 @@ def _place(name: str, files: dict[str, int], stored: Mapping[str, Any]) -> Place
     valid = numbers and min(offset, length) >= 0 and max(offset, length) < MAX_BYTES
     require(valid, f"the position of `{name}` is not given by whole numbers below 2^60")
     transforms = stored.get("transform_descriptors") or ()
-    return Place(files[file], offset, length, tuple(map(_text, transforms)))
+    return ItemBytes(files[file], offset, length, tuple(map(_text, transforms)))
 
 
 def _storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
@@ -395,7 +397,7 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
         for name, entry in part.metadata.state_dict_metadata.items():
             saved.setdefault(name, {})[file] = entry
     files: dict[str, int] = {}
-    places: dict[Any, list[Place]] = {}
+    places: dict[Any, list[ItemBytes]] = {}
     for part in parts.values():
         numbers = [files.setdefault(name, len(files)) for name in part.files]
         for key, place in part.places.items():

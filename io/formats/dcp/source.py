@@ -21,7 +21,7 @@ from ...errors import FormatError
 from ...pool import Pool, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import ChunkPlace, Fault, Findings, Format, Source, read_ranges, read_whole
-from ..torch_save.archive import DESCRIPTOR, Window, described_crc, in_memory, read_archive
+from ..torch_save.archive import DESCRIPTOR, FileWindow, described_crc, in_memory, read_archive
 from ..torch_save.names import load_archive, load_summed, load_tensor
 from ..torch_save.source import place_view
 from ..torch_save.standins import StoredTensor
@@ -31,7 +31,7 @@ from .metadata import (
     FIRST_RANK,
     METADATA,
     Described,
-    Place,
+    ItemBytes,
     merge_ranks,
     parse_metadata,
     rank_metadata,
@@ -156,7 +156,7 @@ class _Item:
     """A chunk to find, its place, and what it should be."""
 
     chunk: Chunk
-    place: Place
+    place: ItemBytes
     dtype: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -210,7 +210,7 @@ class DcpSource(Source):
         dtype = entries.props[entries.prop[row]].dtype
         return _Item((name, number), place, dtype, offsets[number], sizes[number])
 
-    def _place(self, name: str, offset: tuple[int, ...] | None) -> Place:
+    def _place(self, name: str, offset: tuple[int, ...] | None) -> ItemBytes:
         place = self.described.places.get((name, offset))
         if place is None:
             which = "" if offset is None else f", from {list(offset)} on,"
@@ -223,7 +223,7 @@ class DcpSource(Source):
             )
         return place
 
-    def _window(self, name: str, place: Place, head: bytes = b"") -> Window:
+    def _window(self, name: str, place: ItemBytes, head: bytes = b"") -> FileWindow:
         """Return the bytes of an item, having checked that its file has them."""
         file = self.files[place.file]
         if place.file not in self._sizes:
@@ -238,7 +238,7 @@ class DcpSource(Source):
                 f"`{name}` should be at bytes {place.offset:,} to {end:,}, but the file has "
                 f"{size:,}: it was cut short, or {METADATA} is of another save",
             )
-        return Window(self.store, file, place.offset, place.length, head)
+        return FileWindow(self.store, file, place.offset, place.length, head)
 
     def _locate(self, items: Sequence[_Item]) -> dict[Chunk, ChunkPlace]:
         windows = [self._window(item.name, item.place) for item in items]
@@ -307,7 +307,7 @@ class DcpSource(Source):
     def _sum(self, chunk: Chunk, place: ChunkPlace, after: bytes) -> int | None:
         """Return a chunk's checksum: of the descriptor after it, or else of the directory."""
         crc = described_crc(after, place.nbytes)
-        if crc is None and place.nbytes:  # what tells of its damage may itself be damaged
+        if crc is None and place.nbytes:  # the record of its checksum may itself be damaged
             item = self._item(*chunk)
             archive = read_archive(self._window(item.name, item.place))
             crc = archive.crc_at(place.begin - item.place.offset, place.nbytes)
@@ -351,7 +351,7 @@ class DcpSource(Source):
         return None
 
     def _misplaced(self) -> Iterator[Fault]:
-        """Yield a fault for each name of which the metadata does not say where all lies."""
+        """Yield a fault for each name whose parts the metadata does not all place."""
         places = self.described.places
         for name, entry in self.metadata.state_dict_metadata.items():
             offsets: list[tuple[int, ...] | None] = [None]
@@ -388,7 +388,7 @@ class DcpSource(Source):
             if self._content(item.name, copy) != mine:
                 raise FormatError(self.files[copy.file], _differs(item.name))
 
-    def _content(self, name: str, place: Place) -> tuple[bytes, int]:
+    def _content(self, name: str, place: ItemBytes) -> tuple[bytes, int]:
         """Return an archive's pickle and its checksum, which identify its content."""
         archive = read_archive(self._window(name, place))
         if not archive.is_summed:

@@ -1,7 +1,7 @@
 """Safetensors files as Hugging Face tools want them: whole tensors, sharded by size, an index.
 
 Several ranks write the same files, each its ranges of them, into a store whose files can be shared:
-the files follow from the metadata, so one rank makes them, with headers and in full size, and tells
+the files follow from the metadata, so one rank makes them, with headers and in full size, and sends
 the others where tensors begin (`lay_out`). Elsewhere one process writes a file from end to end.
 
 A model that fits into one file becomes ``model.safetensors``; a larger one becomes
@@ -119,6 +119,8 @@ class HfWriter(FolderWriter):
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
         leave_out: Whether non-tensor values are left out; else they are refused.
         extra: Files to put beside the tensors; later ones count before earlier ones.
+        tied: Names that share another's elements, and those others.
+        remarks: What files say of themselves, by key.
     """
 
     format = "hf"
@@ -130,11 +132,12 @@ class HfWriter(FolderWriter):
         max_shard_size: int | str = MAX_SHARD_SIZE,
         leave_out: bool = False,
         extra: Sequence[ExtraFiles] = (),
+        tied: Mapping[str, str] | None = None,
+        remarks: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.max_shard_size, self.leave_out = parse_size(max_shard_size), leave_out
-        self._tied, self._remarks = dict[str, str](), dict[str, str]()
-        self._extra = tuple(extra)
+        self._extra, self._tied, self._remarks = tuple(extra), tied or {}, remarks or {}
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
@@ -145,15 +148,21 @@ class HfWriter(FolderWriter):
 
     def carrying(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> HfWriter:
         """Return a writer that stores tied names once, keeps remarks, and leaves out values."""
-        made = HfWriter(max_shard_size=self.max_shard_size, leave_out=True, extra=self._extra)
-        made._tied, made._remarks = dict(tied), dict(remarks)
-        return made
+        return self._with(leave_out=True, tied=tied, remarks=remarks)
 
     def with_files(self, files: ExtraFiles) -> HfWriter:
         """Return a writer that puts files beside the tensors; see `Writer.with_files`."""
-        made = self.carrying(self._tied, self._remarks)
-        made.leave_out, made._extra = self.leave_out, (files, *self._extra)
-        return made
+        return self._with(extra=(files, *self._extra))
+
+    def _with(self, **changes: Any) -> HfWriter:
+        options: dict[str, Any] = {
+            "max_shard_size": self.max_shard_size,
+            "leave_out": self.leave_out,
+            "extra": self._extra,
+            "tied": self._tied,
+            "remarks": self._remarks,
+        }
+        return HfWriter(**options | changes)
 
     def extra_names(self) -> tuple[str, ...]:
         """Name the files beside the tensors; see `Writer.extra_names`."""
@@ -397,7 +406,7 @@ class HfWriter(FolderWriter):
         return {INDEX, *(taken.get(name, name) for name in own)}
 
     def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
-        """Name the files that are no checkpoint, nor part of one; see `FolderWriter.unneeded`."""
+        """Name the files that are not part of a checkpoint; see `FolderWriter.unneeded`."""
         return set(_decode(report)["files"]) - _files_of(store)
 
 

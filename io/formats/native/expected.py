@@ -34,17 +34,14 @@ _PARSED: Final = 8  # how many times its own size a header takes in memory while
 
 
 @attrs.frozen(eq=False, slots=False)
-class Opened:
-    """A file's size, its header if chunks can be found by it, and what is wrong.
-
-    Attributes:
-        sums: The checksums of its chunks, in order of their bytes; None if they are unknown, or in
-            the manifest.
-    """
+class OpenedFile:
+    """A file's size, its header if chunks can be found by it, and what is wrong."""
 
     size: int
     header: Header | None
     faults: Sequence[Fault]
+    # The checksums of its chunks, in order of their bytes; None if they are unknown, or in the
+    # manifest.
     sums: Sums | None = None
 
     def sum_of(self, manifest: Manifest, name: str, chunk: int) -> int | None:
@@ -165,7 +162,7 @@ class Expected:
         ]
         return Held.of(rows, sums)
 
-    def held(self, number: int, opened: Opened) -> Held:
+    def held(self, number: int, opened: OpenedFile) -> Held:
         """Return what of a file, whose header was read, is there as the manifest says."""
         assert opened.header is not None
         there = {name: (at, slot) for at, (name, slot) in enumerate(opened.header.slots.items())}
@@ -185,15 +182,15 @@ class Expected:
             0 if table is None else 2 * int(files.sizes[table])
         )
 
-    def open(self, store: Store, number: int) -> Opened:
+    def open(self, store: Store, number: int) -> OpenedFile:
         """Read the header of a file, and check that this is the file that was saved."""
         name, size = self._manifest.files.names[number], int(self._manifest.files.sizes[number])
         try:
             return self._check(store, number, name, store.size(name))
         except MissingFileError:
-            return Opened(0, None, (size_fault(name, size, None),))
+            return OpenedFile(0, None, (size_fault(name, size, None),))
 
-    def _check(self, store: Store, number: int, name: str, found: int) -> Opened:
+    def _check(self, store: Store, number: int, name: str, found: int) -> OpenedFile:
         files = self._manifest.files
         size, length = int(files.sizes[number]), int(files.headers[number])
         data = read_bytes(store, name, 0, min(length, MAX_HEADER + 8, found))
@@ -206,18 +203,18 @@ class Expected:
         except FormatError as error:
             if found >= length:  # else it is cut short, and no more can be said
                 faults.append(Fault("header", name, error.reason, None, 0, length))
-            return Opened(found, None, faults)
+            return OpenedFile(found, None, faults)
         own = (header.save_id, header.name) == (self._save_of(number), name)
         stranger = None if own else self._stranger(number, header, found)
         if stranger is not None:
-            return Opened(found, None, (stranger,))
+            return OpenedFile(found, None, (stranger,))
         if not genuine or not own:
             reason = "its header does not fit its checksum"
             faults.append(Fault("header", name, reason, None, 0, length))
         if self._manifest.sums is not None or header.sums is not None:
-            return Opened(found, header, faults, header.sums)
+            return OpenedFile(found, header, faults, header.sums)
         sums, fault = self._table(store, number, len(header.slots))
-        return Opened(found, header, faults if fault is None else [*faults, fault], sums)
+        return OpenedFile(found, header, faults if fault is None else [*faults, fault], sums)
 
     def _table(self, store: Store, number: int, count: int) -> tuple[Sums | None, Fault | None]:
         """Read the checksums of a file that are in a file of their own."""

@@ -36,7 +36,7 @@ def encode_nesting(planner_data: Any, names: Sequence[str]) -> tuple[Any, Ints]:
 
 
 def _dots(name: str, path: Sequence[Any]) -> int:
-    """Return at how many dots a name is split to give its path; 0 if that is no rule for it."""
+    """Return at how many dots a name is split to give its path; 0 if no number of dots gives it."""
     count = len(path) - 1
     keys = [key for kind, key in path if kind == "dict" and type(key) is str]
     return count if count > 0 and keys == name.split(".", count) else 0
@@ -71,7 +71,7 @@ def _path(name: str, dots: int) -> tuple[tuple[str, str], ...]:
 def _paths(planner_data: Any) -> Mapping[str, Any]:
     paths = planner_data.get(_PATHS, {}) if isinstance(planner_data, Mapping) else {}
     if not isinstance(paths, Mapping):
-        raise ValueError("its planner_data has paths that are no object")
+        raise ValueError("its planner_data has paths that are not an object")
     return paths
 
 

@@ -22,20 +22,14 @@ MANIFEST: Final = "shardplan.json"
 
 @attrs.frozen(eq=False, slots=False)
 class FileTable:
-    """A checkpoint's files, one row each: data files first, then tables of checksums.
-
-    Attributes:
-        sizes: Their sizes in bytes.
-        headers: Where the data of each begins; the size of a table.
-        digests: The checksum of each header, which covers the checksums in it, or of a table.
-        shared: The files that another save wrote, and how many of the bytes of each this checkpoint
-            has no use for.
-    """
+    """A checkpoint's files, one row each: data files first, then tables of checksums."""
 
     names: tuple[str, ...]
-    sizes: Ints
-    headers: Ints
+    sizes: Ints  # their sizes in bytes
+    headers: Ints  # where the data of each begins; the size of a table
+    # The checksum of each header, which covers the checksums in it, or of a table.
     digests: tuple[int, ...]
+    # The files that another save wrote, and how many bytes of each are of no use here.
     shared: Mapping[int, int] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
@@ -53,26 +47,20 @@ class FileTable:
 
 @attrs.frozen(eq=False, slots=False)
 class Manifest:
-    """A checkpoint, all but its bytes and their checksums.
-
-    Attributes:
-        places: The distinct columns of file numbers, one number a chunk.
-        place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
-        values: Non-tensor values, by name: kind (see `StoredValue`), and the JSON data of
-            an inline one, or how many bytes another takes.
-        created: When it was made, in seconds since 1970.
-        block_bytes: The most bytes of a block; see `shardplan.planning.storage.blocks`.
-        sums: In versions 1 and 2, the checksum of every chunk, by entry, then by chunk.
-    """
+    """A checkpoint, all but its bytes and their checksums."""
 
     save_id: str
     metadata: Metadata
     files: FileTable
-    places: tuple[Ints, ...]
-    place: Ints
+    places: tuple[Ints, ...]  # the distinct columns of file numbers, one number a chunk
+    place: Ints  # per entry of the metadata, which of these columns it has; -1 for an inline value
+    # Non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an inline one, or
+    # how many bytes another takes.
     values: Mapping[str, tuple[str, Any]]
-    created: float = 0.0
+    created: float = 0.0  # when it was made, in seconds since 1970
+    # The most bytes of a block; see `shardplan.planning.storage.blocks`.
     block_bytes: int = BLOCK_BYTES
+    # In versions 1 and 2, the checksum of every chunk, by entry, then by chunk.
     sums: Sums | None = None
 
     @property

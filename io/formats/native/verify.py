@@ -23,9 +23,9 @@ from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import Store, StoreError
 from ...values import StoredValue, load_value
 from ..base import Fault, FaultKind, Findings
-from ..checks import Region, check_regions
+from ..checks import SummedBytes, check_regions
 from ..headers import Header, Slot
-from .expected import Expected, Opened
+from .expected import Expected, OpenedFile
 from .manifest import decode_manifest, find_manifest
 from .record import MANIFEST, Manifest
 
@@ -89,7 +89,7 @@ class _Scan:
     faults: tuple[Fault, ...]
     lost: frozenset[str]
     header_bytes: int = 0
-    regions: Sequence[Region] = ()
+    regions: Sequence[SummedBytes] = ()
     data_bytes: int = 0  # of the regions
 
 
@@ -109,7 +109,7 @@ class _Scanner:
         try:
             opened = self.expected.open(self.store, number)
         except StoreError as error:
-            opened = Opened(0, None, (Fault("unreadable", name, str(error), None, 0, size),))
+            opened = OpenedFile(0, None, (Fault("unreadable", name, str(error), None, 0, size),))
         wanted = {slot.name: (slot, at) for at, slot in self.expected.slots(number)}
         if opened.header is None:
             scan = _Scan(tuple(opened.faults), frozenset(wanted))
@@ -124,7 +124,11 @@ class _Scanner:
         return scan
 
     def _match(
-        self, number: int, wanted: Mapping[str, tuple[Slot, int]], opened: Opened, header: Header
+        self,
+        number: int,
+        wanted: Mapping[str, tuple[Slot, int]],
+        opened: OpenedFile,
+        header: Header,
     ) -> _Scan:
         """Compare the chunks of a header with those of the manifest, and cut them into blocks."""
         file, is_shared = self.manifest.files.names[number], number in self.manifest.files.shared
@@ -151,7 +155,7 @@ class _Scanner:
         lengths = (cut.sizes.prod(axis=1) * width[cut.box]).tolist()
         edges = np.searchsorted(cut.box, np.arange(len(good) + 1)).tolist()
         regions = [
-            Region(
+            SummedBytes(
                 file,
                 slot.begin,
                 lengths[edges[n] : edges[n + 1]],

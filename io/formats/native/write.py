@@ -97,30 +97,22 @@ class NativeWriter(FolderWriter):
 
 @attrs.frozen
 class WrittenFile:
-    """A file that a rank wrote; `size` and `header` are lengths in bytes.
+    """A file that a rank wrote; `size` and `header` are lengths in bytes."""
 
-    Attributes:
-        number: Which of the rank's files it is; -1 for a table of checksums.
-        digest: The checksum of its header, or of a table.
-    """
-
-    number: int
+    number: int  # which of the rank's files it is; -1 for a table of checksums
     name: str
     size: int
     header: int
-    digest: int
+    digest: int  # the checksum of its header, or of a table
 
 
 @attrs.frozen(eq=False)
 class Written:
-    """What one rank wrote, for whoever commits the checkpoint.
-
-    Attributes:
-        values: Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an
-            inline one, or how many bytes another takes.
-    """
+    """What one rank wrote, for whoever commits the checkpoint."""
 
     files: tuple[WrittenFile, ...]
+    # Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an inline one,
+    # or how many bytes another takes.
     values: Mapping[str, tuple[str, Any]]
 
     @property
@@ -184,21 +176,16 @@ def _collect_items(
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write.
-
-    Attributes:
-        contents: The bytes of each of its items, in order; `slots` describes them.
-        header: Its header; checksums are yet to be put into it.
-        is_summed: Whether they are; else they go into a table.
-    """
+    """One file to write."""
 
     number: int
     name: str
+    # The bytes of each of its items, in order; `slots` describes them.
     contents: Sequence[Piece | bytes]
     slots: Sequence[Slot | Piece]
     nbytes: int  # of all items
-    header: bytes
-    is_summed: bool
+    header: bytes  # its header, without checksums
+    is_summed: bool  # whether they are; else they go into a table
 
     @property
     def size(self) -> int:

@@ -6,14 +6,14 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .archive import in_memory, read_archive
-    from .names import explain, load_archive
+    from .names import fault_of, load_archive
     from .unpickler import PickleError, RefusedName
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "archive": "in_memory read_archive",
-        "names": "explain load_archive",
+        "names": "fault_of load_archive",
         "unpickler": "PickleError RefusedName",
     },
 )

@@ -74,7 +74,7 @@ def described_crc(data: bytes, nbytes: int) -> int | None:
 # Reading
 
 
-class Window:
+class FileWindow:
     """Some bytes of a file, read as they are asked for; ``head`` is those that are known."""
 
     def __init__(
@@ -111,9 +111,9 @@ class Window:
         return FormatError(self.file, f"the archive at byte {self.offset:,} is damaged: {reason}")
 
 
-def in_memory(data: bytes, file: str) -> Window:
+def in_memory(data: bytes, file: str) -> FileWindow:
     """Return a window whose bytes are all known."""
-    return Window(cast("Store", None), file, 0, len(data), data)
+    return FileWindow(cast("Store", None), file, 0, len(data), data)
 
 
 @attrs.frozen
@@ -143,7 +143,7 @@ class Archive:
     Records that are compressed or encrypted are left out; ``packed`` counts them.
     """
 
-    window: Window
+    window: FileWindow
     records: Mapping[str, Record]
     packed: int
 
@@ -216,7 +216,7 @@ class Archive:
         return begin
 
 
-def read_archive(window: Window) -> Archive:
+def read_archive(window: FileWindow) -> Archive:
     """Read the directory of an archive, or raise a `FormatError`."""
     begin, nbytes, count = _find_directory(window)
     if nbytes > LIMITS["directory"] or not 0 < count * _CENTRAL.size <= nbytes:
@@ -284,7 +284,7 @@ def _zip64_numbers(extra: bytes) -> Iterator[int]:
         extra = extra[4 + size :]
 
 
-def _find_directory(window: Window) -> tuple[int, int, int]:
+def _find_directory(window: FileWindow) -> tuple[int, int, int]:
     """Return where the directory begins, and how many bytes and entries it has."""
     tail = window.read_tail(_TAIL)
     at = tail.rfind(b"PK\5\6")

@@ -329,16 +329,11 @@ def _user_names() -> dict[str, Call]:
 
 @attrs.frozen(eq=False)
 class Nested:
-    """A state dict or a value, with stand-ins for all that is not plain.
-
-    Attributes:
-        storages: How many bytes each of its storages has, by key.
-        names: The names in its pickle.
-    """
+    """A state dict or a value, with stand-ins for all that is not plain."""
 
     value: Any
-    storages: Mapping[str, int]
-    names: tuple[str, ...]
+    storages: Mapping[str, int]  # how many bytes each of its storages has, by key
+    names: tuple[str, ...]  # the names in its pickle
 
 
 def load_nested(data: bytes, *, sealed: bool = False) -> Nested:
@@ -374,10 +369,10 @@ def load_summed(data: bytes, file: str, name: str) -> tuple[Any, bool]:
         archive = read_archive(in_memory(data, file))
         return load_archive(archive), archive.is_summed
     except (PickleError, FormatError) as error:
-        raise FormatError(file, f"the value of `{name}` {explain(error)}") from None
+        raise FormatError(file, f"the value of `{name}` {fault_of(error)}") from None
 
 
-def explain(error: Exception) -> str:
+def fault_of(error: Exception) -> str:
     """Return why a value cannot be loaded or stored, given the error of reading or pickling it."""
     if isinstance(error, RefusedName):
         return explain_name(error.name)

@@ -28,8 +28,8 @@ from ...errors import FormatError, listed
 from ...pool import Pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import LIMITS, ChunkPlace, Findings, Format, Source, read_bytes, read_ranges
-from .archive import Archive, Window, read_archive
-from .names import Nested, explain, explain_name, load_nested
+from .archive import Archive, FileWindow, read_archive
+from .names import Nested, explain_name, fault_of, load_nested
 from .standins import (
     Later,
     Named,
@@ -90,7 +90,7 @@ def open_file(store: Store, name: str, *, sealed: bool = False) -> TorchSource:
             "in place; load it with torch.load(..., weights_only=True) and save it again",
         )
     try:
-        archive = read_archive(Window(store, name, 0, store.size(name)))
+        archive = read_archive(FileWindow(store, name, 0, store.size(name)))
     except MissingFileError:
         raise FormatError(name, "it is missing") from None
     if "constants.pkl" in archive.records:
@@ -98,7 +98,7 @@ def open_file(store: Store, name: str, *, sealed: bool = False) -> TorchSource:
     try:
         nested = load_nested(archive.pickle(LIMITS["pickle"]), sealed=sealed)
     except PickleError as error:
-        raise FormatError(name, f"its state dict {explain(error)}") from None
+        raise FormatError(name, f"its state dict {fault_of(error)}") from None
     archive.check_storages(nested.storages)
     return TorchSource(store, name, archive, nested)
 
@@ -181,7 +181,7 @@ class TorchSource(Source):
         try:
             return build_value(self._flat[name], self._read_storage)
         except PickleError as error:
-            raise FormatError(self.files[0], f"`{name}` {explain(error)}") from None
+            raise FormatError(self.files[0], f"`{name}` {fault_of(error)}") from None
 
     def plain_value(self, name: str) -> Any:
         """Return a non-tensor value that needs no torch; see `Source.plain_value`."""

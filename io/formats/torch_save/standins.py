@@ -21,7 +21,7 @@ import numpy as np
 from shardplan.planning import ITEMSIZE
 from shardplan.planning.geometry import MAX_NUMEL, shape_fault
 
-from .unpickler import Call, PickleError, Sealed, StandIn, Stateful, require
+from .unpickler import Call, PickleError, Sealed, StandIn, StatefulStandIn, require
 
 _WHOLE: Final = frozenset((int,))
 _FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -153,7 +153,7 @@ class Named(StandIn):
         return getattr(torch, name)
 
 
-class Later(Stateful):
+class Later(StatefulStandIn):
     """An object made by a call once its value is asked for; the user allowed `target`, if any."""
 
     __slots__ = ("args", "is_new", "name", "target")
@@ -188,7 +188,7 @@ class Later(Stateful):
         return made
 
 
-class Simple(Stateful):
+class Simple(StatefulStandIn):
     """An object of the standard library, made of numbers or text; its state is its attributes."""
 
     __slots__ = ("args", "kind", "module")
@@ -207,7 +207,7 @@ class Simple(Stateful):
         return made
 
 
-class Stream(Stateful):
+class Stream(StatefulStandIn):
     """A BytesIO; its state is its bytes, its position, and attributes, which are dropped."""
 
     def build(self, builder: Builder) -> io.BytesIO:
@@ -220,7 +220,7 @@ class Stream(Stateful):
         return made
 
 
-class DType(Stateful):
+class DType(StatefulStandIn):
     """A dtype of numpy; its state holds the order of bytes."""
 
     __slots__ = ("code",)
@@ -239,7 +239,7 @@ class DType(Stateful):
         return np.dtype(order + self.code)
 
 
-class Array(Stateful):
+class Array(StatefulStandIn):
     """An array of numpy; its state is a version, shape, dtype, Fortran order or not, and bytes."""
 
     def __init__(self, *_: Any) -> None:

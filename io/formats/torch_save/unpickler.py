@@ -55,7 +55,7 @@ class StandIn:
         raise PickleError(f"it holds a {type(self).__name__} as a value")
 
 
-class Stateful(StandIn):
+class StatefulStandIn(StandIn):
     """A stand-in to which the pickle may give state; None if it gave none."""
 
     __slots__ = ("state",)
@@ -70,7 +70,7 @@ class Stateful(StandIn):
         return (self.state,)
 
 
-class Sealed(Stateful):
+class Sealed(StatefulStandIn):
     """An object of a class that is not allowed; what the pickle puts into it is dropped."""
 
     __slots__ = ("name",)
@@ -211,7 +211,7 @@ class _Machine:
                         push(frozenset(items))
                 elif op == 0x62:  # BUILD
                     state, found = stack.pop(), stack[-1]
-                    if isinstance(found, Stateful):
+                    if isinstance(found, StatefulStandIn):
                         if type(state) is tuple:
                             self._charge(state)
                         found.state = state

@@ -13,8 +13,8 @@ from ...errors import FormatError
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import Store, StoreError
 from ..base import Fault, Findings
-from ..checks import Region, check_regions
-from .archive import Archive, Window, read_archive
+from ..checks import SummedBytes, check_regions
+from .archive import Archive, FileWindow, read_archive
 
 
 @attrs.frozen(eq=False)
@@ -54,11 +54,11 @@ def check_archives(
     )
 
 
-def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
+def _regions(store: Store, archive: Stored) -> list[SummedBytes] | Fault:
     """Return the records of an archive that have checksums, or what is wrong with it."""
     file, offset, end = archive.file, archive.offset, archive.offset + archive.length
     try:
-        found = read_archive(Window(store, file, offset, archive.length))
+        found = read_archive(FileWindow(store, file, offset, archive.length))
         found.check_packing()
         found.begin("data.pkl")  # without which nothing can be loaded
         begins = {name: found.begin(name) for name in found.records}
@@ -71,7 +71,7 @@ def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
     if not found.is_summed:
         return []
     return [
-        Region(
+        SummedBytes(
             file,
             offset + begins[name],
             [min(BLOCK_BYTES, record.nbytes - at) for at in range(0, record.nbytes, BLOCK_BYTES)],

@@ -31,7 +31,7 @@ from ...stores.base import Store
 from ..base import CommitJob, Part, WriteJob, Writer, check_size
 from ..registry import known_formats
 from .archive import in_memory, lay_out, read_archive, zip_bytes
-from .names import explain, explain_name, load_archive, load_nested
+from .names import explain_name, fault_of, load_archive, load_nested
 from .standins import row_major
 
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
@@ -172,7 +172,7 @@ def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
         try:
             dumped[key] = dump_value(value)
         except Exception as error:  # a class may fail to pickle in any way
-            refused[key] = _explain_value(value, explain(error))
+            refused[key] = _explain_value(value, fault_of(error))
     if refused:
         raise ValueRefusedError(refused)
     return dumped
@@ -207,7 +207,7 @@ def _why_unsafe(value: Any, first: int = 0) -> str | None:
     try:
         names = load_nested(pickle_nested(value, first)[0]).names
     except Exception as error:  # pickling may fail in any way that a class thinks of
-        return explain(error)
+        return fault_of(error)
     allowed: Any = _weights_only_unpickler
     known = {**allowed._get_allowed_globals(), **allowed._get_user_allowed_globals()}
     return next((explain_name(name) for name in names if name not in known), None)

@@ -21,8 +21,8 @@ from shardplan.io.execute.copying import (
     PIECE,
     Block,
     Content,
+    Deferred,
     FileContents,
-    Made,
     Seal,
     Stretch,
     literal,
@@ -177,7 +177,7 @@ def test_any_contents_arrive_in_order(tmp_path_factory, data, kind):
         view = memoryview(source)[at : at + nbytes]
         if kind == "memory" or data.draw(st.booleans()):
             return view
-        return Made(nbytes, lambda: view) if kind == "made" else stretch_of(store, at, nbytes)
+        return Deferred(nbytes, lambda: view) if kind == "made" else stretch_of(store, at, nbytes)
 
     for _ in range(data.draw(st.integers(1, 8))):
         ranges = st.tuples(st.integers(0, 4000), st.integers(0, 1000))
@@ -208,7 +208,7 @@ def stretch_of(store, at, nbytes):
 @pytest.mark.parametrize("length", [3, 5])
 def test_what_is_made_of_another_size_than_announced_is_refused(tmp_path, length):
     store = open_store(tmp_path)
-    made = Content([Block([Made(4, lambda: memoryview(bytes(length)))])], 0)
+    made = Content([Block([Deferred(4, lambda: memoryview(bytes(length)))])], 0)
     seal = Seal(4, [0], lambda sums: bytes(length))
     for contents in ([made], [Content([], 0), seal]):
         with pytest.raises(ValueError, match=f"4 bytes were announced, and {length} were made"):

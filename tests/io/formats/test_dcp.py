@@ -58,7 +58,7 @@ from shardplan.planning import (
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.geometry.tilings import tile_chunks
 from shardplan.planning.testing.strategies import tensor_specs
-from shardplan.torch_dcp.planners import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_buffer
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
@@ -670,7 +670,7 @@ def test_values_in_compressed_archives_are_not_unpacked(tmp_path):
     with pytest.raises(FormatError, match=r"`v\.a`.*compressed"):
         shardplan.restore(tmp_path)
     with pytest.raises(UnsafeValueError, match="compressed"):
-        load_value(packed)
+        load_buffer(packed)
 
 
 @pytest.fixture

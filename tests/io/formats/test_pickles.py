@@ -16,7 +16,7 @@ from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.formats.torch_save.names import NAMES, load_nested, load_summed
 from shardplan.io.formats.torch_save.standins import build_value
 from shardplan.io.formats.torch_save.unpickler import PickleError
-from shardplan.torch_dcp.planners import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_buffer
 
 LEVELS = 60
 
@@ -84,7 +84,7 @@ def test_torch_is_not_asked_to_hash_what_takes_ages(tmp_path, first):
     with pytest.raises(FormatError, match=r"`v` .*copies or hashes more"):
         load_summed(data, "file", "v")
     with pytest.raises(UnsafeValueError, match="copies or hashes more"):
-        load_value(io.BytesIO(data))
+        load_buffer(io.BytesIO(data))
 
 
 def shared_lists():

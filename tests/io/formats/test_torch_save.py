@@ -28,7 +28,7 @@ from shardplan.io.execute.read import Reader
 from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.registry import find_writer, open_source, open_target
 from shardplan.io.formats.torch_save import source as torchsave
-from shardplan.io.formats.torch_save.archive import Window, lay_out, read_archive
+from shardplan.io.formats.torch_save.archive import FileWindow, lay_out, read_archive
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
@@ -418,7 +418,7 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
     found = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
     assert found["t"].tolist() == list(range(5))
     assert found["z"].shape == (large,)
-    archive = read_archive(Window(open_store(tmp_path), "x.pt", 0, size))
+    archive = read_archive(FileWindow(open_store(tmp_path), "x.pt", 0, size))
     assert all(archive.records[name].guess is not None for name in ("data/0", "data/1"))
     assert shardplan.open_checkpoint(tmp_path / "x.pt")["t"][:].tolist() == list(range(5))
 
@@ -636,7 +636,7 @@ def test_an_archive_may_lie_anywhere_in_a_file():
     data = buffer.getvalue()
     store = open_store("memory://anywhere")
     store.write("f", [b"before", data, b"after"])
-    archive = read_archive(Window(store, "f", 6, len(data)))
+    archive = read_archive(FileWindow(store, "f", 6, len(data)))
     assert archive.read("data/0", 99) == torch.arange(4).numpy().tobytes()
 
 

@@ -12,10 +12,10 @@ from shardplan.planning.geometry.axes import (
     Axes,
     Cut,
     canonical,
+    composed,
     cut,
     cut_source,
     inverted,
-    joined,
     parts,
     permuted,
     reshaped,
@@ -210,7 +210,7 @@ def test_joining_is_one_arrangement_after_the_other(data):
     inner = arranged(boxed(between, low, sizes), second, target)
     after = np.zeros([n + there for n in target], int)
     after[(*(slice(there, None) for _ in target), ...)] = inner
-    found = joined(
+    found = composed(
         Cut((0,) * len(source), source, first, (here,) * len(middle), middle),
         Cut(tuple(o + here for o in low), sizes, second, (there,) * len(target), target),
     )

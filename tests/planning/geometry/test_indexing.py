@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from shardplan.planning.geometry import select
+from shardplan.planning.geometry import selection_of
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
 CASES = SHAPES.flatmap(
@@ -20,7 +20,7 @@ CASES = SHAPES.flatmap(
 def test_an_index_selects_the_elements_and_the_shape_that_numpy_gives(case):
     shape, index = case
     whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    chosen = select(index, shape)
+    chosen = selection_of(index, shape)
     along = [[axis.start + n * axis.step for n in range(axis.count)] for axis in chosen.axes]
     elements = [int(whole[position]) for position in itertools.product(*along)]
     expected = np.asarray(whole[index])
@@ -30,7 +30,7 @@ def test_an_index_selects_the_elements_and_the_shape_that_numpy_gives(case):
 
 @given(CASES)
 def test_ascending_from_the_lowest_each_stride_away_are_the_same_elements(case):
-    for axis in select(case[1], case[0]).axes:
+    for axis in selection_of(case[1], case[0]).axes:
         wanted = sorted(axis.start + n * axis.step for n in range(axis.count))
         if wanted:
             assert wanted == list(range(axis.low, axis.low + axis.reach, axis.stride))
@@ -42,4 +42,4 @@ def test_ascending_from_the_lowest_each_stride_away_are_the_same_elements(case):
 )
 def test_what_is_not_an_index_is_refused(index, error):
     with pytest.raises(error):
-        select(index, (4,))
+        selection_of(index, (4,))

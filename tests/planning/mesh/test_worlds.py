@@ -66,7 +66,7 @@ from shardplan.planning.mesh import (
     world_plans,
 )
 from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.placements import Cut, Only, axis_runs, shard_runs
+from shardplan.planning.mesh.placements import AxisCut, Only, axis_runs, shard_runs
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tensor_specs
 
 SHAPES = shapes(max_side=14, max_dims=3)
@@ -216,7 +216,7 @@ def test_runs_hold_the_indices_that_cutting_a_list_leaves(length, cuts):
         found = tuple(zip(runs.start[rows].tolist(), runs.length[rows].tolist(), strict=True))
         assert [i for start, n in found for i in range(start, start + n)] == held
         assert all(b != a + n for (a, n), (b, _) in itertools.pairwise(found)), "not joined"
-        steps = [Cut(p, at, f) for (p, f), at in zip(cuts, coordinate, strict=True)]
+        steps = [AxisCut(p, at, f) for (p, f), at in zip(cuts, coordinate, strict=True)]
         assert shard_runs(length, tuple(steps)) == found
     assert runs.first[-1] == len(runs.start)
 

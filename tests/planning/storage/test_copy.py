@@ -32,7 +32,7 @@ from shardplan.planning.storage import (
     cut_blocks,
     plan_target,
     share_plans,
-    tensor_bytes,
+    written_bytes,
 )
 from shardplan.planning.testing.strategies import shapes, tilings
 
@@ -346,7 +346,7 @@ def test_split_plans_hold_every_item_once_and_files_stay_apart(saved, limit, pro
     entries = saved.metadata.state_dict_metadata
     assert chunks == sorted((n, c.offsets) for n in entries for c in entries[n].chunks)
     for part in parts:
-        assert tensor_bytes(part) <= limit or len(part.items) == 1 or _largest(part) > limit
+        assert written_bytes(part) <= limit or len(part.items) == 1 or _largest(part) > limit
         files = {
             int(saved.stored.places.file[saved.stored.first[i.index.fqn] + n])
             for i in part.items

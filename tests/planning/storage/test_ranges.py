@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.planning.storage.blocks import cut_blocks
-from shardplan.planning.storage.ranges import byte_ranges, coalesce, filled, lies_together
+from shardplan.planning.storage.ranges import byte_ranges, coalesce, fills_chunks, lies_together
 from shardplan.planning.testing.strategies import chunks, shapes, tilings
 
 
@@ -124,7 +124,7 @@ def test_chunks_are_filled_by_single_ranges_that_hold_each_element_once(rows):
     offsets = np.array([part.offsets for _, part, _ in rows], np.int64).reshape(-1, 2)
     lengths = np.array([part.sizes for _, part, _ in rows], np.int64).reshape(-1, 2)
     extents = np.array([whole for _, _, whole in rows], np.int64).reshape(-1, 2)
-    found = filled(np.array([c for c, _, _ in rows], np.int64), offsets, lengths, extents)
+    found = fills_chunks(np.array([c for c, _, _ in rows], np.int64), offsets, lengths, extents)
     for row, (chunk, _, whole) in enumerate(rows):
         mine = [part for c, part, _ in rows if c == chunk]
         count = np.zeros(whole, int)

@@ -13,17 +13,17 @@ from ..metadata import Metadata
 from ..reports import Writers
 from ..text import counted, human_bytes, runs_text
 from . import svg
-from .cuts import (
+from .cells import (
     Cell,
-    Cut,
+    Plane,
     Plans,
     Size,
-    Window,
+    TensorCut,
     cut_by_writers,
     cut_of,
     edges_of,
     fit,
-    pieces,
+    meeting_cells,
     readable,
     seen,
     window_of,
@@ -113,7 +113,7 @@ def draw_reshard(
         raise ValueError(f"{words}{list(target.size)}: another number of axes")
     window = window_of(saved, target)
     olds, news = seen(saved, window), seen(target, window)
-    exact = pieces(olds, news)
+    exact = meeting_cells(olds, news)
     # If no cut runs across, the panels lie below each other.
     stacked = all(cell.height == window.lengths[0] for cell in (*olds, *news))
     room = (640.0, 50.0) if stacked else (200.0, 300.0)
@@ -151,21 +151,21 @@ def draw_reshard(
     return svg.card(f"{fqn}, resharded", about, "".join(body), caption, (width, bottom))
 
 
-def _about(cut: Cut) -> str:
+def _about(cut: TensorCut) -> str:
     """Describe a tensor in one line."""
     kind = cut.like.properties
     nbytes = human_bytes(math.prod(cut.size) * kind.itemsize)
     return f"{kind.dtype} {list(cut.size)} · {nbytes} · {_count(cut)}"
 
 
-def _count(cut: Cut) -> str:
+def _count(cut: TensorCut) -> str:
     """Count chunks and the ranks that hold them."""
     chunks = counted(len(cut.tiling), "chunk")
     ranks = len(set(cut.who.tolist()))
     return f"{chunks} on {counted(ranks, 'rank')}" if cut.unit == "rank" else chunks
 
 
-def _flow(saved: Cut, wanted: Cut, exact: Sequence[Cell] | None) -> str:
+def _flow(saved: TensorCut, wanted: TensorCut, exact: Sequence[Cell] | None) -> str:
     """Count the pieces, and explain their colours and labels."""
     total = "" if exact is None else f" in {counted(len(exact), 'piece')}"
     chunks = len(saved.tiling)
@@ -178,7 +178,7 @@ def _flow(saved: Cut, wanted: Cut, exact: Sequence[Cell] | None) -> str:
 
 
 def _remarks(
-    cut: Cut, window: Window, size: Size, shown: Sequence[Cell], whole: int
+    cut: TensorCut, window: Plane, size: Size, shown: Sequence[Cell], whole: int
 ) -> Iterable[str]:
     """Yield what a picture leaves out; ``whole`` counts the cells before any were joined."""
     if len(shown) < whole:
@@ -205,7 +205,7 @@ def _named(who: Sequence[int], unit: str) -> str:
     return f"{unit}{'s' * (len(who) > 1)} {runs_text(who)}" if who else "nobody"
 
 
-class Place(NamedTuple):
+class Rect(NamedTuple):
     """A box on the paper, in pixels."""
 
     x: float
@@ -232,14 +232,14 @@ class Panel:
         left = 32 + width_of(f"{self.shape[0]:,}", 11) if self.axes[0] >= 0 else 0.0
         return left, 40.0 if self.axes[1] >= 0 else 6.0
 
-    def place(self, cell: Cell) -> Place:
+    def place(self, cell: Cell) -> Rect:
         """Return where a cell is drawn."""
         wide, high = self.scale
         x, y = self.x + cell.left * wide, self.y + cell.top * high
-        return Place(x, y, cell.width * wide, cell.height * high)
+        return Rect(x, y, cell.width * wide, cell.height * high)
 
 
-def _panel(cut: Cut, window: Window, cells: Sequence[Cell], size: Size) -> Panel:
+def _panel(cut: TensorCut, window: Plane, cells: Sequence[Cell], size: Size) -> Panel:
     down, across = window.axes
     shape = cut.plane[down], cut.plane[across]
     scale = size[0] / window.lengths[1], size[1] / window.lengths[0]
@@ -280,21 +280,21 @@ def _drawn_pieces(
         )
         left, top = place.x + place.width - width, place.y + place.height - height
         inset = min(2.0, 0.05 * min(place.width, place.height))  # leave room for a label
-        field = Place(left + inset, top + inset, width - 2 * inset, height - 2 * inset)
+        field = Rect(left + inset, top + inset, width - 2 * inset, height - 2 * inset)
         yield _box(field, goes, "field")
-        halves = Place(place.x, place.y, width, height), Place(left, top, width, height)
+        halves = Rect(place.x, place.y, width, height), Rect(left, top, width, height)
         for half, who, fill in zip(halves, (cell.sources, cell.holders), (came, goes), strict=True):
             words = _fitting((runs_text(who), f"{who[0]}…"), half, 10) if who else ""
             yield _centred(half, words, fill, 10)
 
 
-def _box(place: Place, fill: str, kind: str, tip: str = "") -> str:
+def _box(place: Rect, fill: str, kind: str, tip: str = "") -> str:
     """Draw a box with a white outline that never hides it."""
     outline = min(1.5, 0.2 * min(place.width, place.height))
     return rect(*place, fill, tip, class_=kind, stroke=svg.PAPER, stroke_width=outline)
 
 
-def _centred(place: Place, words: str, fill: str, size: float) -> str:
+def _centred(place: Rect, words: str, fill: str, size: float) -> str:
     """Write words, if any, in the middle of a box of some colour."""
     x, y = place.x + place.width / 2, place.y + place.height / 2 + size * 0.36
     return words and svg.middle(x, y, words, svg.ink_on(fill), font_size=size)
@@ -310,7 +310,7 @@ def _labels(panel: Panel) -> list[str]:
     return found if 2 * sum(map(bool, found)) > len(found) else [""] * len(found)
 
 
-def _fitting(choices: Iterable[str], place: Place, size: float) -> str:
+def _fitting(choices: Iterable[str], place: Rect, size: float) -> str:
     """Return the first of some words that fits a box, or nothing."""
     if place.height < size:
         return ""

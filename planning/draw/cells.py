@@ -38,7 +38,7 @@ _NOT_A_TENSOR: Final = "`{}` is a non-tensor value: it has no chunks to draw"
 
 
 @attrs.frozen(eq=False)
-class Cut:
+class TensorCut:
     """The chunks of one tensor and who holds them; a chunk that two ranks hold has two rows.
 
     Tensors of fewer than two axes get leading axes of length 1, so that all have a plane to show.
@@ -73,16 +73,16 @@ class Cut:
         return fills(self.tiling, self.plane)
 
 
-def _cut(like: TensorMetadata, offsets: Ints, sizes: Ints, who: Ints, unit: str) -> Cut:
+def _cut(like: TensorMetadata, offsets: Ints, sizes: Ints, who: Ints, unit: str) -> TensorCut:
     lead = np.ones((len(who), max(0, 2 - len(like.size))), np.int64)
     offsets, sizes = np.hstack([lead * 0, offsets]), np.hstack([lead, sizes])
     first, chunk = group_rows([offsets, sizes])
-    return Cut(like, offsets, sizes, who, unit, tile(offsets[first], sizes[first]), chunk)
+    return TensorCut(like, offsets, sizes, who, unit, tile(offsets[first], sizes[first]), chunk)
 
 
 def cut_of(
     source: Metadata | Plans | Iterable[Chunk], fqn: str, metadata: Metadata | None = None
-) -> Cut:
+) -> TensorCut:
     """Return how a tensor is cut: by a checkpoint, by one plan per rank, or by chunks.
 
     ``metadata`` describes the tensor that chunks cut.
@@ -104,7 +104,7 @@ def cut_of(
     return _cut_of_plans(plans, fqn)
 
 
-def _cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata) -> Cut:
+def _cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata) -> TensorCut:
     """Return how chunks cut a saved tensor; without chunks, how it was saved."""
     like = metadata.entry(fqn)
     if not isinstance(like, TensorMetadata):
@@ -117,7 +117,7 @@ def _cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata)
     return _cut(like, offsets, sizes, np.arange(len(tiling)), "chunk")
 
 
-def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
+def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> TensorCut:
     """Return how ranks hold a tensor."""
     items = [plan.items for plan in plans]
     named = [np.array([name == fqn for name in i.catalog.names], bool)[i.row] for i in items]
@@ -134,7 +134,7 @@ def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
     return _cut(like, rows.offsets[:, :axes], rows.sizes[:, :axes], rows.rank, "rank")
 
 
-def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str) -> Cut:
+def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str) -> TensorCut:
     """Return how a saved tensor is cut, and who wrote each chunk, if that is known."""
     if not (writers is None or isinstance(writers, Writers)):
         return cut_of(writers, fqn)
@@ -150,7 +150,7 @@ def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str
 
 
 @attrs.frozen
-class Window:
+class Plane:
     """The two axes of a tensor (with those put in front) that a picture shows."""
 
     axes: tuple[int, int]  # which axes run down and across
@@ -158,14 +158,14 @@ class Window:
     hidden: tuple[int, ...]  # other axes that are cut, too
 
 
-def window_of(*cuts: Cut) -> Window:
+def window_of(*cuts: TensorCut) -> Plane:
     """Choose the first two axes that any of the cuts cuts, or others if there are none."""
     plane = [max(1, *lengths) for lengths in zip(*(cut.plane for cut in cuts), strict=True)]
     offsets = np.concatenate([cut.offsets for cut in cuts])
     sliced = [a for a in range(len(plane)) if len(np.unique(offsets[:, a])) > 1]
     rest = [a for a in range(len(plane)) if a not in sliced]
     down, across = sorted([*sliced, *rest][:2])
-    return Window((down, across), (plane[down], plane[across]), tuple(sliced[2:]))
+    return Plane((down, across), (plane[down], plane[across]), tuple(sliced[2:]))
 
 
 @attrs.frozen
@@ -189,7 +189,7 @@ def _cell(
     return Cell(top, left, height, width, *ascending, chunks)
 
 
-def seen(cut: Cut, window: Window) -> list[Cell]:
+def seen(cut: TensorCut, window: Plane) -> list[Cell]:
     """Return the chunks as they are seen through a window, large ones first; empty ones are not."""
     axes = list(window.axes)
     boxes = np.hstack([cut.offsets[:, axes], cut.sizes[:, axes]])
@@ -204,7 +204,7 @@ def seen(cut: Cut, window: Window) -> list[Cell]:
     return sorted(cells, key=lambda cell: -cell.height * cell.width)
 
 
-def pieces(saved: Sequence[Cell], wanted: Sequence[Cell]) -> list[Cell] | None:
+def meeting_cells(saved: Sequence[Cell], wanted: Sequence[Cell]) -> list[Cell] | None:
     """Return where saved cells meet wanted ones, by rows; None if there may be far too many."""
     if math.prod(len(edges) for edges in edges_of([*saved, *wanted])) > _PIECES:
         return None
@@ -252,7 +252,7 @@ def edges_of(cells: Sequence[Cell]) -> tuple[list[int], list[int]]:
     return sorted(rows), sorted(columns)
 
 
-def fit(window: Window, cells: Sequence[Cell], room: Size, least: float) -> Size:
+def fit(window: Plane, cells: Sequence[Cell], room: Size, least: float) -> Size:
     """Choose how large a tensor is drawn: to scale, unless its cells could then not be read."""
     rows, columns = window.lengths
     if rows == 1:
