@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import attrs
+import torch
 from common import (
     FORMATS,
     Row,
