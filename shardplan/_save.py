@@ -14,12 +14,13 @@ from shardplan.io import Pool, Progress, ProgressCallback, UnsureCommitError
 from shardplan.io.formats import CommitJob, ExtraFiles, Part, WriteJob, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
+from shardplan.planning.storage import written_bytes
 
 from ._agree import Agreed, agree
 from ._checkpoint import refuse_saved
 from ._comm import as_comm, counting, place_of
 from ._offers import Begun, PlanCache
-from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
+from ._report import LOG, RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._sharing import NOTHING_SHARED, Base, Sharing, base_of, share
 from ._state import REFUSALS, State, expand, part, with_others
 
@@ -246,6 +247,9 @@ class _AgreedSave:
         whole = agreement.whole
         if whole is not None:
             whole = attrs.evolve(whole, plans=sharing.left_of_all(whole.plans))
+            if sharing.files is not None and not any(map(written_bytes, whole.plans)):
+                text = "no tensor of %s has changed since save %s: is what is trained in it?"
+                LOG.warning(text, target.store.url, sharing.files.source.save_id)
         plan = sharing.left_of(agreement.plan)
         agreed = attrs.evolve(
             self.agreed, agreement=attrs.evolve(agreement, plan=plan, whole=whole)

@@ -272,3 +272,13 @@ def test_large_chunks_of_several_blocks_are_compared(tmp_path):
     state["w"][-1] = math.pi
     assert save(state, tmp_path / "3", base=tmp_path / "1").shared == 0
     assert restore(tmp_path / "3")["w"][-1] == torch.tensor(math.pi)
+
+
+def test_a_save_in_which_nothing_has_changed_is_pointed_out(tmp_path, caplog):
+    state = start()
+    run = Checkpoints(tmp_path, every=1, incremental=True, background=False)
+    run.save(1, state)
+    run.save(2, state | {"trained": torch.ones(3, 5)})
+    assert "has changed" not in caplog.text
+    run.save(3, state | {"trained": torch.ones(3, 5), "step": 3})
+    assert f"no tensor of {tmp_path}/step-3 has changed since save" in caplog.text
