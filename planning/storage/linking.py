@@ -30,7 +30,7 @@ def comparable(plan: SavePlan, metadata: Metadata) -> dict[int, tuple[str, int]]
     >>> state = {"w": TensorSpec((4,)), "b": TensorSpec((2,)), "step": 7}
     >>> (plan,), _ = global_plan([local_plan(state)])
     >>> comparable(plan, metadata_of({"w": TensorSpec((4,)), "b": TensorSpec((3,))}))
-    {0: ('w', 0)}
+    {2: ('w', 0)}
     """
     items, entries = plan.items, metadata.state_dict_metadata
     heads = items.catalog.heads
