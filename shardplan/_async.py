@@ -22,11 +22,11 @@ from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan, listed
 
 from ._comm import JobComm, as_comm, place_of
+from ._incremental import base_of
 from ._line import Line
 from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
 from ._save import Destination, SaveOptions, save_state
-from ._sharing import base_of
 from ._snapshots import Buffers, Snapshot
 from ._staging import SharedMemory
 from ._state import State, by_name, expand, part

@@ -26,11 +26,11 @@ from shardplan.planning.storage import Best, Keep, RunEntry, by_age, retain
 
 from ._async import SaveFuture, async_save
 from ._comm import as_comm
+from ._incremental import base_of, run_base
 from ._load import load
 from ._report import LOG, SaveReport
 from ._retention import is_whole, look_at, made
 from ._save import save
-from ._sharing import base_of, run_base
 from ._state import State
 
 METRICS: Final = "metrics.json"

@@ -19,9 +19,9 @@ from shardplan.planning.storage import written_bytes
 from ._agree import Agreed, agree
 from ._checkpoint import refuse_saved
 from ._comm import as_comm, counting, place_of
+from ._incremental import NOTHING_SHARED, Base, Sharing, base_of, share
 from ._offers import Begun, PlanCache
 from ._report import LOG, RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
-from ._sharing import NOTHING_SHARED, Base, Sharing, base_of, share
 from ._state import REFUSALS, State, expand, part, with_others
 
 if TYPE_CHECKING:
