@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import attrs
 
@@ -24,6 +24,8 @@ from shardplan.io.stores import Store
 from shardplan.planning import SavePlan, TensorMetadata, flatten
 from shardplan.planning.columns import Ints, column
 from shardplan.planning.storage import comparable, files_to_share, without_shared
+
+_OWN: Final = "safetensors"
 
 
 @attrs.frozen(eq=False)
@@ -43,16 +45,16 @@ def base_of(path: Any, format: str) -> Base | None:
     """Return what the ``base`` of a save stands for."""
     if path is None:
         return None
-    if format != "safetensors":
+    if format != _OWN:
         raise ValueError(f"base is for checkpoints of our own format, not for {format!r}")
     if isinstance(path, Base):
         return path
 
     def opened(_: str) -> NativeSource:
         source = open_source(path)
-        if not isinstance(source, NativeSource):
+        if source.format != _OWN:
             raise ValueError(f"base must be a checkpoint of our own format, not {source.format!r}")
-        return source
+        return cast("NativeSource", source)
 
     return Base(lambda: "", opened)
 
@@ -63,7 +65,8 @@ def run_base(store: Store, newest: Callable[[], str]) -> Base:
     def opened(name: str) -> NativeSource | None:
         with suppress(FormatError, StoreError):
             source = open_source(store.folder(name)) if name else None
-            return source if isinstance(source, NativeSource) else None
+            is_own = source is not None and source.format == _OWN
+            return cast("NativeSource", source) if is_own else None
         return None
 
     return Base(newest, opened)

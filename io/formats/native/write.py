@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import attrs
 import numpy as np
@@ -343,8 +343,7 @@ def _described_shared(shared: SharedFiles | None) -> list[WrittenFile]:
     """Describe the files that are shared, as the checkpoint that has them does."""
     if shared is None:
         return []
-    assert isinstance(shared.source, NativeSource)
-    files = shared.source.manifest.files
+    files = cast("NativeSource", shared.source).manifest.files
     return [
         WrittenFile(
             number, files.names[number], int(files.sizes[number]), int(files.headers[number]),
@@ -356,12 +355,12 @@ def _described_shared(shared: SharedFiles | None) -> list[WrittenFile]:
 
 def _shared_chunks(shared: SharedFiles, first: int) -> list[tuple[str, int, int]]:
     """Return the chunks that are shared, with their files' numbers in the new checkpoint."""
-    assert isinstance(shared.source, NativeSource)
+    manifest = cast("NativeSource", shared.source).manifest
     row = {number: first + at for at, number in enumerate(shared.unused)}
     return [
         (name, number, row[int(files[number])])
         for name, numbers in shared.chunks.items()
-        for files in [shared.source.manifest.files_of(name)]
+        for files in [manifest.files_of(name)]
         for number in numbers
     ]
 
