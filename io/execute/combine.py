@@ -24,6 +24,7 @@ from shardplan.planning.storage import BLOCK_BYTES, boxes_of, read_boxes
 
 from ..checksums import BlockSums, damage_error
 from ..errors import FormatError, LoadError
+from ..formats.base import Source
 from ..formats.combined import CombinedSource
 from ..optional import torch
 from ..pool import Progress
@@ -81,12 +82,13 @@ def fill_combined(
     return sum(rest, first)
 
 
-def combined_chunks(source: CombinedSource, name: str, number: int) -> Iterator[tuple[str, int]]:
+def combined_chunks(source: Source, name: str, number: int) -> Iterator[tuple[str, int]]:
     """Yield the stored chunks that a chunk of a sum is made of, and maybe others.
 
     A tensor that is cut in another way there is given whole, with its first chunk.
     """
     mine = source.metadata.state_dict_metadata[name]
+    assert isinstance(source, CombinedSource)
     assert isinstance(mine, TensorMetadata)
     for term in terms_of(source.expression, name):
         for part in {box.name for box in term_boxes(term, (0, 0), (1, 1), 1)}:

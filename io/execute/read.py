@@ -20,15 +20,12 @@ from shardplan.planning.storage import Access, BoxReads, fetch_plan, find_chunks
 
 from ..checksums import BlockSums, damage_error
 from ..formats.base import Source
-from ..formats.combined import CombinedSource
 from ..optional import torch
 from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store
 from ..stores.local_files import PAGE
 from ..tensors import box_view
 from ..windows import Window
-from .combine import combined_chunks, fill_combined
-from .dequantize import fill_dequantized
 from .fetch import Chunks, Dests, Fetch, chunks_of, stopped_error
 
 __all__ = ["ReadStats", "Reader"]
@@ -107,21 +104,11 @@ class Reader:
         """
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
         wanted = items.take(rows)
-        if self.source.quantized:
-            return fill_dequantized(
-                self,
-                Reader(self.source.stored, self.pool),
-                wanted,
-                lambda row: dest(int(rows[row])),
-                step=step,
-                verify=verify,
-                sums=sums,
-                progress=progress,
-            )
         if not len(rows):
             return ReadStats()
-        if isinstance(self.source, CombinedSource):
-            return fill_combined(
+        fill = _computing(self.source)
+        if fill is not None:
+            return fill(
                 self,
                 Reader(self.source.stored, self.pool),
                 wanted,
@@ -178,7 +165,9 @@ class Reader:
 
     def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
         """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
-        if isinstance(self.source, CombinedSource):
+        if self.source.format == "sum":
+            from .combine import combined_chunks
+
             for name, number in chunks:
                 yield from combined_chunks(self.source, name, number)
             return
@@ -196,6 +185,19 @@ class Reader:
         """Return what a tensor is stored as, or read as."""
         entries = self.metadata.state_dict_metadata
         return entries.props[int(entries.prop[entries.row_of[name]])].dtype
+
+
+def _computing(source: Source) -> Callable[..., ReadStats] | None:
+    """Return what fills tensors that are computed of others, loaded only where it is needed."""
+    if source.quantized:
+        from .dequantize import fill_dequantized
+
+        return fill_dequantized
+    if source.format == "sum":
+        from .combine import fill_combined
+
+        return fill_combined
+    return None
 
 
 def _access(store: Store) -> Access:
