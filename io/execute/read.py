@@ -26,6 +26,8 @@ from ..stores.base import Store
 from ..stores.local_files import PAGE
 from ..tensors import box_view
 from ..windows import Window
+from .combine import combined_chunks, fill_combined
+from .dequantize import fill_dequantized
 from .fetch import Chunks, Dests, Fetch, chunks_of, stopped_error
 
 __all__ = ["ReadStats", "Reader"]
@@ -104,13 +106,24 @@ class Reader:
         """
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
         wanted = items.take(rows)
-        if not len(rows):
-            return ReadStats()
-        fill = _computing(self.source)
-        if fill is not None:
-            return fill(
+        if self.source.quantized:
+            return fill_dequantized(
                 self,
                 Reader(self.source.stored, self.pool),
+                wanted,
+                lambda row: dest(int(rows[row])),
+                step=step,
+                verify=verify,
+                sums=sums,
+                progress=progress,
+            )
+        if not len(rows):
+            return ReadStats()
+        if self.source.expression is not None:
+            return fill_combined(
+                self,
+                Reader(self.source.stored, self.pool),
+                self.source.expression,
                 wanted,
                 lambda row: dest(int(rows[row])),
                 step=step,
@@ -165,11 +178,9 @@ class Reader:
 
     def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
         """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
-        if self.source.format == "sum":
-            from .combine import combined_chunks
-
+        if self.source.expression is not None:
             for name, number in chunks:
-                yield from combined_chunks(self.source, name, number)
+                yield from combined_chunks(self.source, self.source.expression, name, number)
             return
         entries = self.source.stored.metadata.state_dict_metadata
         for name, number in chunks:
@@ -185,19 +196,6 @@ class Reader:
         """Return what a tensor is stored as, or read as."""
         entries = self.metadata.state_dict_metadata
         return entries.props[int(entries.prop[entries.row_of[name]])].dtype
-
-
-def _computing(source: Source) -> Callable[..., ReadStats] | None:
-    """Return what fills tensors that are computed of others, loaded only where it is needed."""
-    if source.quantized:
-        from .dequantize import fill_dequantized
-
-        return fill_dequantized
-    if source.format == "sum":
-        from .combine import fill_combined
-
-        return fill_combined
-    return None
 
 
 def _access(store: Store) -> Access:
