@@ -16,44 +16,24 @@ imported only by `torch_comm`.
 [6, 6, 6, 6]
 """
 
-from typing import TYPE_CHECKING
-
-from shardplan.planning.door import door
-
-from .exchange import exchange, swap  # a function of the name of its module
-
-if TYPE_CHECKING:
-    from .comm import Comm, Meeting, Pending, Reduce, solo
-    from .errors import CheckpointError, Failure, LostRanksError
-    from .processes import torch_comm
-    from .steps import (
-        StepResult,
-        Turn,
-        all_gather,
-        all_keys,
-        all_reduce,
-        broadcast,
-        decode_json,
-        encode_json,
-        fail_alike,
-        reduce_scatter,
-        take_step,
-    )
-    from .threads import run_ranks
-
-__getattr__, __dir__ = door(
-    __name__,
-    {
-        "comm": "Comm Meeting Pending Reduce solo",
-        "errors": "CheckpointError Failure LostRanksError",
-        "processes": "torch_comm",
-        "steps": (
-            "StepResult Turn all_gather all_keys all_reduce broadcast decode_json encode_json "
-            "fail_alike reduce_scatter take_step"
-        ),
-        "threads": "run_ranks",
-    },
+from .comm import Comm, Meeting, Pending, Reduce, solo
+from .errors import CheckpointError, Failure, LostRanksError
+from .exchange import exchange, swap
+from .processes import torch_comm
+from .steps import (
+    StepResult,
+    Turn,
+    all_gather,
+    all_keys,
+    all_reduce,
+    broadcast,
+    decode_json,
+    encode_json,
+    fail_alike,
+    reduce_scatter,
+    take_step,
 )
+from .threads import run_ranks
 
 __all__ = [
     # who
