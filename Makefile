@@ -50,9 +50,10 @@ thorough: $(STAMP) ## run the tests with many more random examples
 # An environment of their own: these packages are large, and pin what others need.
 FRAMEWORKS := torchtitan==0.3.0 lightning==2.6.6 accelerate==1.15.0 megatron-core==0.16.1 psutil
 
-hold: $(STAMP) ## kill 1,000 saves and conversions, damage 5,000 checkpoints
-	$(BIN)/python -P -W ignore tests/hold/kills.py 1000
-	$(BIN)/python -P -W ignore tests/hold/corruption.py 5000
+HOLD :=
+
+hold: $(STAMP) ## kill, damage and fuzz for hours, and print a table; HOLD="kills=60" for a part
+	$(BIN)/python -P -W ignore tests/hold/run.py $(HOLD)
 
 integrations: .venv-integrations/.installed ## test with torchtitan, Lightning, accelerate, Megatron-core
 	.venv-integrations/bin/pytest -q tests/integrations

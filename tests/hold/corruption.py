@@ -1,42 +1,46 @@
 """Damage checkpoints in every way: the damage is found, or what is read is what was saved.
 
-Run as ``corruption.py MUTATIONS [FORMAT ...]``. Each mutation harms a copy of a checkpoint in one
-place. Then `verify` must find a fault, or `restore` must give the very bits that were saved; and
-`restore` must give these bits or raise a documented error. Hugging Face files have no checksums:
-there, elements that changed in place are counted apart.
+Each mutation harms a copy of a checkpoint in one place. Then `verify` must find a fault, or
+`restore` must give the very bits that were saved; and `restore` must give these bits or raise a
+documented error. Hugging Face files have no checksums: there, elements that changed in place are
+counted apart. A manifest that was edited and signed again may say something else, as its author's:
+what `verify` finds sound must then load, and no tensor may have other bits under its own name.
 """
 
+import json
 import os
 import random
 import shutil
-import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 import torch
+from common import DOCUMENTED, FORMATS, Row, same
+from fuzzing import edit_json
 
 import shardplan
 from shardplan.dist import run_ranks
-from shardplan.io.errors import FormatError, LoadError
-from shardplan.io.stores.base import StoreError
-from shardplan.planning import PlanError
-from shardplan.planning.errors import RefusedError
+from shardplan.io.formats.native.manifest import MANIFEST, sign
 
-DOCUMENTED = (FormatError, LoadError, PlanError, RefusedError, StoreError)
-FORMATS = ("safetensors", "dcp", "hf", "torch")
 WHERE = ("start", "header", "middle", "any", "end")
 HOW = ("flip", "flip", "zero", "truncate", "grow", "sparse", "remove", "empty", "swap", "exchange")
+HOW += ("chunks",)
+SIGNED = "safetensors, manifest signed again"
 
 
 def state():
     """Make tensors of several sizes and dtypes, and values."""
     generator = torch.Generator().manual_seed(7)
     tensors = {f"w{i}": torch.rand(40 + i, 33, generator=generator) for i in range(4)}
-    return tensors | {
-        "half": torch.rand(100, generator=generator).to(torch.bfloat16),
-        "whole": torch.arange(999),
-    }
+    twins = {f"twin{i}": torch.full((64,), float(i)) for i in range(4)}
+    return (
+        tensors
+        | twins
+        | {
+            "half": torch.rand(100, generator=generator).to(torch.bfloat16),
+            "whole": torch.arange(999),
+        }
+    )
 
 
 def make(folder, form):
@@ -97,6 +101,8 @@ def harm(chance, path):
         a, b = sorted((at, other))
         if a + length <= b and b + length <= len(data):
             data[a : a + length], data[b : b + length] = data[b : b + length], data[a : a + length]
+    elif how == "chunks":
+        swap_chunks(chance, file, data)
     if how == "remove":
         file.unlink()
     elif how == "sparse":
@@ -111,12 +117,51 @@ def harm(chance, path):
     return f"{how} of {file.name} at byte {at:,}"
 
 
-def same(found, wanted):
-    """Say whether what was read is bit for bit what was saved."""
-    return found.keys() == wanted.keys() and all(
-        found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name])
-        for name in wanted
-    )
+def swap_chunks(chance, file, data):
+    """Have two tensors of one length change places in a safetensors file."""
+    if file.suffix != ".safetensors":
+        return
+    begin = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:begin])
+    header.pop("__metadata__", None)
+    spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+    pairs = [(a, b) for a in spans for b in spans if a < b and a[1] - a[0] == b[1] - b[0]]
+    if pairs:
+        (a, b), (c, d) = chance.choice(pairs)
+        first = slice(begin + a, begin + b)
+        second = slice(begin + c, begin + d)
+        data[first], data[second] = data[second], data[first]
+
+
+def sign_again(chance, path):
+    """Edit a manifest, and give it a right checksum; return in words what was done."""
+    file = path / MANIFEST
+    tree = json.loads(file.read_bytes())
+    version = [tree.pop(key) for key in ("format", "version", "xxh3_64")][1]
+    edited, what = edit_json(chance.choice, tree)
+    file.write_bytes(sign(json.dumps(edited).encode()[1:], version))
+    return what
+
+
+def judge_signed(path, wanted):
+    """Return what is wrong about how a manifest that was signed again is taken, if anything."""
+    try:
+        is_sound = shardplan.verify(path).ok
+    except DOCUMENTED:
+        is_sound = False
+    try:
+        found = shardplan.restore(path)
+    except DOCUMENTED as error:
+        return f"verify finds it sound, restore says: {error}" if is_sound else ""
+    changed = [
+        name
+        for name, tensor in wanted.items()
+        if name in found
+        and isinstance(found[name], torch.Tensor)
+        and (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+        and not same(found[name], tensor)
+    ]
+    return f"{changed} have other elements" if changed else ""
 
 
 def only_elements(path, before):
@@ -151,45 +196,54 @@ def judge(path, wanted):
     )
 
 
+def sound(root, form):
+    """Make a sound checkpoint to be harmed."""
+    folder = Path(root) / form
+    folder.mkdir()
+    made = make(folder, form)
+    assert judge(made, state()) == ""
+    return made
+
+
 def hold(mutations, formats=FORMATS, seed=0):
-    """Damage that often; return rows of (format, mutations, unseen by design, what went wrong)."""
-    rows = []
+    """Damage that often; return a row for each format, and one for manifests signed again."""
+    done = mutations // (len(formats) + 1)
     with tempfile.TemporaryDirectory(prefix="harm-") as root:
-        for form in formats:
-            chance, wrong, unseen = random.Random(f"{seed} {form}"), [], 0
-            sound = Path(root) / form
-            sound.mkdir()
-            made, wanted = make(sound, form), state()
-            assert judge(made, wanted) == ""
-            done = mutations // len(formats)
-            for _ in range(done):
-                folder = Path(root) / "harmed"
-                shutil.copytree(sound, folder)
-                path = folder / made.name
-                before = {file.name: file.read_bytes() for file in files_of(path)}
-                what = harm(chance, path)
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    fault = judge(path, wanted)
-                if fault and form == "hf" and only_elements(path, before):
-                    unseen += 1
-                elif fault:
-                    wrong.append(f"{form}, {what}: {fault}")
-                shutil.rmtree(folder)
-            rows.append((form, done, unseen, wrong))
-    return rows
+        made = {form: sound(root, form) for form in formats}
+        rows = [damage(root, form, path, done, seed) for form, path in made.items()]
+        return [*rows, forge(root, made["safetensors"], done, seed)]
 
 
-def main(mutations, *formats):
-    """Print a line per format; end with an error if damage was taken for something else."""
-    rows = hold(int(mutations), formats or FORMATS)
-    for form, done, unseen, wrong in rows:
-        apart = f" ({unseen} of elements without checksums)" * bool(unseen)
-        print(f"{form:12} {done:6,} mutations{apart}, {len(wrong)} wrong")
-    faults = [fault for *_, wrong in rows for fault in wrong]
-    print(*faults[:20], sep="\n")
-    return bool(faults)
+def damage(root, form, sound, count, seed):
+    """Harm copies of a checkpoint."""
+    chance, wrong, unseen, wanted = random.Random(f"{seed} {form}"), [], 0, state()
+    for _ in range(count):
+        path = copy_of(sound, root)
+        before = {file.name: file.read_bytes() for file in files_of(path)}
+        what = harm(chance, path)
+        fault = judge(path, wanted)
+        if fault and form == "hf" and only_elements(path, before):
+            unseen += 1
+        elif fault:
+            wrong.append(f"{what}: {fault}")
+    note = f"{unseen} of elements without checksums" * bool(unseen)
+    return Row(form, count, tuple(wrong), note)
 
 
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+def forge(root, sound, count, seed):
+    """Edit manifests of copies of a checkpoint, and sign them again."""
+    chance, wrong = random.Random(seed), []
+    for _ in range(count):
+        path = copy_of(sound, root)
+        what = sign_again(chance, path)
+        fault = judge_signed(path, state())
+        wrong += [f"{what}: {fault}"] * bool(fault)
+    return Row(SIGNED, count, tuple(wrong))
+
+
+def copy_of(sound, root):
+    """Copy a checkpoint to where the last copy was."""
+    folder = Path(root) / "harmed"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sound.parent, folder)
+    return folder / sound.name

@@ -1,14 +1,16 @@
 """Kill a process at each of its storage operations: the checkpoint is then the old or the new one.
 
-Run as ``kills.py KILLS [JOB ...]``: that many kills, spread over all jobs and all their operations.
-
 A child is forked for each kill. It counts what it does to files (opening for writing, writing,
 syncing, renaming, deleting, ...), and ends itself by SIGKILL in place of one of them, a write
-having been half done. Another child then looks at what is there with shardplan's public functions.
+having been half done. Once each operation had its turn, children are killed at random times, with
+the processes that they started. Another child then looks at what is there with shardplan's public
+functions. What uses a writer process is killed at random times alone, and so is just that process.
 """
 
+import contextlib
 import functools
 import itertools
+import mmap
 import os
 import random
 import shutil
@@ -16,40 +18,30 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import attrs
-import torch
+from common import (
+    FORMATS,
+    Row,
+    in_child,
+    is_sound,
+    kill_group,
+    must,
+    state,
+    target,
+    value_of,
+    warm,
+)
 
 import shardplan
 from shardplan.dist import run_ranks
 from shardplan.io.errors import FormatError
 
-FORMATS = ("safetensors", "dcp", "hf", "torch")
 CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.truncate"}
 WRITES = ("write", "pwrite", "writev", "pwritev")
+QUICK = ("overwrite safetensors", "3 ranks overwrite", "convert torch to hf", "prune", "manager")
 SYNCS = ("fsync", "fdatasync", "posix_fallocate", "copy_file_range", "sendfile")
-
-
-def state(value):
-    """Make a state dict whose every element says which save it is of."""
-    tensors = {f"layers.{i}.w": torch.full((64, 33), float(value)) for i in range(3)}
-    return tensors | {"bias": torch.full((), float(value))}
-
-
-def value_of(path):
-    """Read all of a checkpoint, and return which save it is of."""
-    found = shardplan.restore(path)
-    values = {float(v) for tensor in shardplan.restore(path).values() for v in tensor.unique()}
-    assert set(found) == set(state(0)), f"names are lost: {sorted(found)}"
-    assert len(values) == 1, f"two saves are mixed: {values}"
-    return values.pop()
-
-
-def target(root, form):
-    """Return where a checkpoint of some format lies."""
-    return root / ("step-1.pt" if form == "torch" else "step-1")
 
 
 # Jobs: what stands before, what is done, and which values may be there afterwards
@@ -63,15 +55,11 @@ class Job:
     act: object  # does it; done again after the kill, it succeeds
     allowed: object  # given the folder, raises if something is wrong or lost
     after: object  # the same, once it was done again
+    strikes: tuple = ()  # how it is struck at random times; empty: at its operations
 
 
 def nothing(root):
     """Start from an empty folder."""
-
-
-def is_sound(path):
-    report = shardplan.verify(path)
-    assert report.ok, str(report)
 
 
 def one_of(path, *values, may_be_absent):
@@ -115,14 +103,21 @@ def save_job(form, old):
     return Job(before, act, allowed, after)
 
 
-def async_job(old):
+def async_job(old, **options):
     """Save in the background."""
-    plain = save_job("safetensors", old)
+    strikes = (kill_group, kill_writer) if options else ()
 
     def act(root):
-        shardplan.async_save(state(2), root / "step-1", overwrite=True).result()
+        shardplan.async_save(state(2), root / "step-1", overwrite=True, **options).result()
 
-    return attrs.evolve(plain, act=act)
+    return attrs.evolve(save_job("safetensors", old), act=act, strikes=strikes)
+
+
+def kill_writer(child):
+    """Kill the writer process that a process has started, if it has."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for started in Path(f"/proc/{child}/task/{child}/children").read_text().split():
+            os.kill(int(started), signal.SIGKILL)
 
 
 def ranks_job(old):
@@ -193,11 +188,12 @@ def prune_job():
     return Job(before, act, newest, after)
 
 
-def manager_job():
+def manager_job(background=True):
     """Run a training loop with a manager that keeps the last two."""
 
     def manager(root):
-        return shardplan.Checkpoints(root / "run", every=1, keep=shardplan.Keep(last=2))
+        keep = shardplan.Keep(last=2)
+        return shardplan.Checkpoints(root / "run", every=1, keep=keep, background=background)
 
     def act(root):
         checkpoints = manager(root)
@@ -218,7 +214,8 @@ def manager_job():
         checkpoints.wait()
         assert checkpoints.steps() == (5, 6)  # what was being dropped goes with the next save
 
-    return Job(nothing, act, allowed, after)
+    strikes = (kill_group,) if background == "process" else ()
+    return Job(nothing, act, allowed, after, strikes)
 
 
 def jobs():
@@ -230,10 +227,12 @@ def jobs():
     }
     for old in (False, True):
         made[f"async {'overwrite' if old else 'save'}"] = async_job(old)
+        made[f"async process {'overwrite' if old else 'save'}"] = async_job(old, process=True)
         made[f"3 ranks {'overwrite' if old else 'save'}"] = ranks_job(old)
     pairs = itertools.permutations(FORMATS, 2)
     made |= {f"convert {source} to {form}": convert_job(source, form) for source, form in pairs}
-    return made | {"prune": prune_job(), "manager": manager_job()}
+    made |= {"prune": prune_job(), "manager": manager_job()}
+    return made | {"manager process": manager_job("process"), "manager alone": manager_job(False)}
 
 
 # Killing
@@ -289,33 +288,6 @@ def count_operations(root, kill_at, count):
         setattr(os, name, functools.partial(whole, getattr(os, name)))
 
 
-def in_child(work, *args, seconds=None):
-    """Run in a forked process; return its exit status and what it said went wrong."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work(*args)
-            status = 0
-        except BaseException:  # the parent is told
-            os.write(writer, traceback.format_exc().encode()[-8000:])
-        os._exit(status)
-    os.close(writer)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    with open(reader, "rb") as stream:
-        said = stream.read().decode()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said
-
-
-def must(work, *args):
-    """Run in a forked process, which must succeed."""
-    status, said = in_child(work, *args)
-    assert status == 0, said or f"ended by signal {-status}"
-
-
 @attrs.frozen
 class Prepared:
     """A job with the folder that it begins with, and how many operations it has."""
@@ -329,8 +301,6 @@ class Prepared:
 
 def prepare(name, job, scratch):
     """Make what stands before a job, and count its operations."""
-    import mmap
-
     folder = scratch / "before"
     folder.mkdir(parents=True)
     must(job.before, folder)
@@ -349,65 +319,75 @@ def prepare(name, job, scratch):
     return Prepared(name, job, folder, int.from_bytes(count[:], "little"), seconds)
 
 
-def kill_once(case, root, *, at=None, after=None):
-    """Kill a job at an operation, or after some seconds; return what is wrong, if anything."""
-    import mmap
-
+def kill_once(case, root, kill):
+    """Kill a job; return what is wrong, if anything."""
     shutil.copytree(case.folder, root)
     count = mmap.mmap(-1, 8)
 
     def doomed():
-        if at is not None:
-            count_operations(root, at, count)
+        if kill.at is not None:
+            count_operations(root, kill.at, count)
         case.job.act(root)
 
     try:
-        status, said = in_child(doomed, seconds=after)
-        if status not in (0, -signal.SIGKILL):
+        status, said = in_child(doomed, seconds=kill.after, strike=kill.strike)
+        its_writer = kill.strike is kill_writer and "WriterProcessError" in said
+        if status not in (0, -signal.SIGKILL) and not its_writer:
             return f"it failed where it should have been killed:\n{said}"
-        for step in (case.job.allowed, case.job.act, case.job.after):
-            status, said = in_child(step, root)
-            if status:
-                return f"{step.__qualname__}:\n{said or status}"
+        status, said = in_child(look_and_go_on, case.job, root)
+        return f"afterwards:\n{said or status}" if status else ""
     finally:
         shutil.rmtree(root)
-    return ""
+
+
+def look_and_go_on(job, root):
+    """Look at what a killed process left, and do its job again."""
+    job.allowed(root)
+    job.act(root)
+    job.after(root)
+
+
+@attrs.frozen
+class Kill:
+    """When and how a job is killed: at an operation, or after some seconds."""
+
+    at: int | None = None
+    after: float | None = None
+    strike: object = None
+
+
+def choose(cases, kills, chance):
+    """Choose pairs of a job and how to kill it: each operation once, then any time."""
+    counted = [case for case in cases if not case.job.strikes]
+    points = [(case, Kill(at)) for case in counted for at in range(case.operations)]
+    chosen = chance.sample(points, min(len(points), kills - len(cases) + len(counted)))
+    # A writer process takes seconds to start: each is struck once at least, and seldom.
+    timed = [case for case in cases if case.job.strikes]
+    while len(chosen) < kills:
+        case = timed.pop() if timed else chance.choice(counted or cases)
+        strike = chance.choice(case.job.strikes or (kill_group,))
+        chosen.append((case, Kill(None, chance.uniform(0, case.seconds), strike)))
+    return chosen
 
 
 def hold(kills, names=(), seed=0):
-    """Kill that many times; return rows of (job, operations, kills, what went wrong)."""
-    chance, table = random.Random(seed), {}
+    """Kill that many times; return a row for each job."""
+    chance, wrong = random.Random(seed), {}
+    warm()
     with tempfile.TemporaryDirectory(prefix="hold-") as folder:
         known = jobs()
+        names = names or (QUICK if kills < 100 else ())
         cases = [
             prepare(name, known[name], Path(folder) / str(i))
             for i, name in enumerate(names or known)
         ]
-        points = [(case, at, None) for case in cases for at in range(case.operations)]
-        chosen = chance.sample(points, min(len(points), kills))
-        while len(chosen) < kills:  # at any time, once each operation had its turn
-            case = chance.choice(cases)
-            chosen.append((case, None, chance.uniform(0, case.seconds)))
-        for number, (case, at, after) in enumerate(chosen):
-            wrong = kill_once(case, Path(folder) / f"kill-{number}", at=at, after=after)
-            row = table.setdefault(case.name, [case.operations, 0, []])
-            row[1] += 1
-            if wrong:
-                when = f"operation {at}" if after is None else f"{after:.4f} s"
-                row[2].append(f"{case.name}, killed at {when}: {wrong}")
-    return [(name, *row) for name, row in sorted(table.items())]
-
-
-def main(kills, *names):
-    """Print a line per job; end with an error if anything was wrong or lost."""
-    rows = hold(int(kills), names)
-    for name, operations, done, wrong in rows:
-        print(f"{name:32} {operations:4} operations {done:5} kills {len(wrong):3} wrong")
-    faults = [fault for *_, wrong in rows for fault in wrong]
-    print(f"{sum(row[2] for row in rows):,} kills, {len(faults)} wrong")
-    print(*faults[:10], sep="\n\n")
-    return bool(faults)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        for number, (case, kill) in enumerate(choose(cases, kills, chance)):
+            fault = kill_once(case, Path(folder) / f"kill-{number}", kill)
+            when = f"{kill.after:.4f} s" if kill.at is None else f"operation {kill.at}"
+            found = f"killed at {when}: {fault}" if fault else ""
+            wrong.setdefault(case.name, []).append(found)
+    operations = {case.name: case.operations for case in cases}
+    return [
+        Row(name, len(found), tuple(filter(None, found)), f"{operations[name]} operations")
+        for name, found in sorted(wrong.items())
+    ]

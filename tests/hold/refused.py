@@ -3,7 +3,8 @@
 import sys
 import time
 
-from fuzz import DOCUMENTED, limit_memory
+from common import DOCUMENTED
+from fuzzing import limit_memory
 
 import shardplan
 
