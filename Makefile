@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv format lint types test test-quick thorough hold integrations docs demo bench build clean
+.PHONY: help venv format lint types test test-quick thorough hold integrations docs demo bench bench-peers build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -83,10 +83,24 @@ bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/transfer.py
 	$(BIN)/python -P benchmarks/cli.py
 
+# An environment of their own: what does not install is named, and left out.
+PEERS := safetensors fastsafetensors runai-model-streamer tensorizer orbax-checkpoint tensorstore \
+	torch_checkpointing
+
+bench-peers: .venv-peers/.installed ## compare with other libraries, and write docs/performance.md
+	.venv-peers/bin/python -P benchmarks/peers.py
+
+.venv-peers/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install torch==2.13.0 'setuptools>=77'
+	.venv-peers/bin/python -m pip install --no-build-isolation --editable '.[torch]'
+	@for peer in $(PEERS); do .venv-peers/bin/python -m pip install $$peer || echo "left out: $$peer"; done
+	@touch $@
+
 build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)
 	@rm -rf build/wheels build/lib build/bdist.*
 	$(BIN)/python -m build --no-isolation --outdir build/wheels
 
 clean: ## remove all that the other targets made
-	rm -rf $(VENV) .venv-integrations build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-integrations .venv-peers build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

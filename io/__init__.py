@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         empty_tensor,
         flat_memory,
         flip_axes,
+        in_large_pages,
         own_dtype,
         refuse_dtypes,
         same_dtype,
@@ -49,7 +50,7 @@ __getattr__, __dir__ = door(
         "stores": "MissingFileError Store StoreError open_store",
         "tensors": (
             "as_tensor box_view can_cast copy_elements empty_tensor flat_memory flip_axes "
-            "own_dtype refuse_dtypes same_dtype tensor_bytes to_numpy torch_dtype"
+            "in_large_pages own_dtype refuse_dtypes same_dtype tensor_bytes to_numpy torch_dtype"
         ),
         "values": "StoredValue load_value sort_values store_values",
         "windows": "Window",

@@ -7,6 +7,7 @@ of numpy and of the package ml_dtypes.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from shardplan.planning import dtype_name
 
+from .clib import c_function
 from .errors import ValueRefusedError
 from .optional import HAS_TORCH, torch
 
@@ -52,6 +54,7 @@ def own_dtype(name: str) -> Any:
     return torch_dtype(name) if HAS_TORCH else numpy_dtype(name)
 
 
+_LARGE_PAGE: Final = 2 << 20
 # Dtypes of each width that torch can always copy, whatever the bits mean.
 _RAW: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 # Dtypes that Python's memory views support.
@@ -126,7 +129,20 @@ def empty_tensor(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch
                 f"the device {device} needs torch: pip install 'shardplan[torch]'", name="torch"
             )
         return _like_tensor(np.empty(tuple(shape), numpy_dtype(dtype)))
-    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
+    return in_large_pages(torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device))
+
+
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask the system for large pages for a new tensor's memory, and return the tensor.
+
+    Threads that read into it bring the pages; small ones take several times as long.
+    """
+    if tensor.is_cpu and tensor.nbytes >= 2 * _LARGE_PAGE:
+        low = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        high = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if advise := c_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int):
+            advise(low, high - low, mmap.MADV_HUGEPAGE)  # no harm where there are none
+    return tensor
 
 
 def block_of_memory(nbytes: int) -> Bytes:

@@ -25,7 +25,7 @@ from shardplan.io import (
     to_numpy,
     torch,
 )
-from shardplan.io.execute import Lazy, Reader, collect
+from shardplan.io.execute import Lazy, Reader, collect, map_tensors
 from shardplan.io.formats import CombinedSource, Source, open_source, read_as
 from shardplan.io.stores import Store
 from shardplan.planning import (
@@ -148,6 +148,24 @@ class Checkpoint(Mapping[str, Any]):
             return SavedTensor(self._reader, name, entry, self._verify)
         with plain_errors(self._reader):
             return self._reader.value(self._saved_name(name), verify=self._verify)
+
+    def tensors(self, *, verify: bool = False) -> dict[str, torch.Tensor]:
+        """Return all tensors, by name: views of local files, copy-on-write, where these hold them.
+
+        See ``mmap`` of `restore`. Other tensors are read.
+
+        Args:
+            verify: Whether to compare what is mapped with its checksums, for which it is read.
+        """
+        names = [
+            name
+            for name, one in self.metadata.state_dict_metadata.items()
+            if isinstance(one, TensorMetadata)
+        ]
+        with plain_errors(self._reader):
+            plain = names if self._seen is None else []
+            mapped = map_tensors(self._reader, plain, verify=verify)
+        return {name: mapped[name] if name in mapped else self[name].read() for name in names}
 
     def _saved_name(self, name: str) -> str:
         """Return the name in the checkpoint of a non-tensor value."""

@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from shardplan.io import HAS_TORCH, ValueRefusedError, as_tensor, flat_memory, torch
+from shardplan.io import HAS_TORCH, ValueRefusedError, as_tensor, flat_memory, in_large_pages, torch
 from shardplan.io.execute import Reader
 from shardplan.planning import (
     Issue,
@@ -131,12 +131,12 @@ def _is_hollow(value: Any) -> bool:
 def blank_like(value: Any, device: Any) -> torch.Tensor:
     """Return a new tensor; a DTensor where its mesh is, with memory for this rank's part."""
     if not hasattr(value, "placements"):
-        return torch.empty_like(value, device=device, requires_grad=False)
+        return in_large_pages(torch.empty_like(value, device=device, requires_grad=False))
     with torch.no_grad():
         local = value.to_local()
     device = value.device_mesh.device_type if local.is_meta else local.device
     blank: torch.Tensor = type(value).from_local(
-        torch.empty_like(local, device=device, requires_grad=False),
+        in_large_pages(torch.empty_like(local, device=device, requires_grad=False)),
         value.device_mesh,
         value.placements,
         run_check=False,

@@ -9,9 +9,10 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
+import numpy as np
 
 from shardplan.io import Pool, ProgressCallback, empty_tensor, refuse_dtypes, torch
-from shardplan.io.execute import Reader
+from shardplan.io.execute import Reader, map_tensors
 from shardplan.io.formats import open_source, read_as
 from shardplan.io.stores import Store
 from shardplan.planning import (
@@ -37,6 +38,7 @@ from shardplan.planning import (
     whole_names,
     with_replicas,
 )
+from shardplan.planning.columns import ReadItems
 from shardplan.planning.passes import Stages, reading_of
 from shardplan.planning.storage import partly_filled, seen_through
 
@@ -56,7 +58,8 @@ def restore(
     device: Any = "cpu",
     dtype: Literal["same", "cast"] = "same",
     format: str | None = None,
-    verify: bool = True,
+    verify: bool | None = None,
+    mmap: bool = False,
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> dict[Any, Any]:
@@ -76,7 +79,12 @@ def restore(
         device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
         format: What wrote the checkpoint; detected if left out.
-        verify: Whether to check what is read whole against its checksums.
+        verify: Whether to check what is read whole against its checksums; by default all but what
+            is mapped, since that would read it.
+        mmap: Whether tensors that a local file holds whole become views of it, copy-on-write: their
+            bytes are read as they are used, and a write does not reach the file. On Linux; other
+            tensors are read. A file that is cut short while its tensors are in use kills the
+            process; `save` never does that, it makes new files.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time. What
             it raises stops the load.
         pool: The threads and the memory budget to use.
@@ -100,11 +108,14 @@ def restore(
             "the meta device holds no elements to restore; open_checkpoint gives names, shapes and "
             "dtypes without reading them"
         )
+    if mmap and str(device).partition(":")[0] != "cpu":
+        raise ValueError(f"files can only be mapped into the memory of the CPU, not of {device}")
     reading = reading_of(planner)
     options: dict[str, Any] = {
         "planner": reading.planner,
         "dtype": dtype,
         "verify": verify,
+        "mmap": mmap,
         "progress": progress,
     }
     return read_anew(
@@ -121,7 +132,8 @@ def _restore(
     planner: Passes[SavePlan] | None,
     device: Any,
     dtype: Literal["same", "cast"],
-    verify: bool,
+    verify: bool | None,
+    mmap: bool,
     progress: ProgressCallback | None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
@@ -137,15 +149,18 @@ def _restore(
         local = _passed(local_plan(specs), planner, place)
         tied = tied_names(local, wanted, metadata)
         opened = Opened(metadata, reader)
-        resized = resize(nested, local, opened, place, strict=True, verify=verify)
+        resized = resize(nested, local, opened, place, strict=True, verify=verify is not False)
         plan = load_plan(metadata, local, dtype=dtype, optional={*tied, *resized.names})
         _refuse_partly(local, plan)
         refuse_dtypes({n: spec.dtype for n, spec in specs.items() if isinstance(spec, TensorSpec)})
         same = tied_sources(local, wanted, tied)
-        flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in same}
+        mapped = _mapped(reader, plan.items, specs, verify=bool(verify)) if mmap else {}
+        plan = attrs.evolve(plan, items=_without(plan.items, mapped))
+        blank = {name: spec for name, spec in specs.items() if name not in {*same, *mapped}}
+        flat = {name: _blank(spec, device) for name, spec in blank.items()} | mapped
         flat |= {name: flat[kept] for name, kept in same.items()}
         into = destinations(flat, plan.items, reader)
-        done = read_rank(reader, plan, into, verify=verify, progress=progress)
+        done = read_rank(reader, plan, into, verify=verify is not False, progress=progress)
     LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), done.stats.bytes_read)
     whole = {**flat, **done.values}
     if target is None:
@@ -201,6 +216,29 @@ def _spec(leaf: Any) -> Any:
     if isinstance(leaf, TensorSpec) and not leaf.placements:
         return leaf
     return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
+
+
+def _mapped(
+    reader: Reader, items: ReadItems, specs: Mapping[str, Any], *, verify: bool
+) -> dict[str, Any]:
+    """Map the tensors that are just what the checkpoint has under some name."""
+    saved, names, entries = dict[str, str](), items.names, reader.metadata.state_dict_metadata
+    alone = np.bincount(items.dest, minlength=len(names))[items.dest] == 1
+    moved = np.zeros(len(items), bool) if items.frame is None else items.frame.axes.known
+    for row in np.flatnonzero(alone & ~moved).tolist():
+        name, source = names[int(items.dest[row])], names[int(items.storage[row])]
+        entry, spec = entries[source], specs[name]
+        if isinstance(spec, TensorSpec) and isinstance(entry, TensorMetadata):
+            same = (spec.shape, spec.dtype) == (entry.size, entry.properties.dtype)
+            saved |= {source: name} if same else {}  # two that map the same would share memory
+    found = map_tensors(reader, sorted(saved), verify=verify)
+    return {saved[source]: tensor for source, tensor in found.items()}
+
+
+def _without(items: ReadItems, names: Collection[str]) -> ReadItems:
+    """Return the reads that do not fill tensors of some names."""
+    kept = np.array([name not in names for name in items.names], bool)
+    return items.take(np.flatnonzero(kept[items.dest]))
 
 
 def _blank(spec: Any, device: Any) -> Any:

@@ -6,6 +6,7 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .commit import MIN_AGE, by_save, leftovers, remove_save, strays
+    from .mapping import map_tensors
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
     from .streaming import Ahead, Copied, Copies, Lender, stored_chunks, write_copies
@@ -14,6 +15,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "commit": "MIN_AGE by_save leftovers remove_save strays",
+        "mapping": "map_tensors",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
         "streaming": "Ahead Copied Copies Lender stored_chunks write_copies",

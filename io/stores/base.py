@@ -160,10 +160,14 @@ class Store(Protocol):
             yield pieces((view for _, view in asked), max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+    def mapped(
+        self, path: str, starts: Ints, lengths: Ints, *, touch: bool = True
+    ) -> Iterator[Bytes]:
         """Give the bytes of a file from the start of the first range to the end of the last.
 
-        Only the bytes in the ranges are defined. There is at least one range.
+        Only the bytes in the ranges are defined. There is at least one range. Without ``touch``, a
+        file's own pages may be read from the disk as late as when they are used, and one that
+        cannot be read kills the process.
         """
         first = int(starts.min())
         found = np.zeros(int((starts + lengths).max()) - first, np.uint8)

@@ -74,10 +74,12 @@ class JoinedStore(WrappedStore):
         return store.read_pieces(name, groups, max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+    def mapped(
+        self, path: str, starts: Ints, lengths: Ints, *, touch: bool = True
+    ) -> Iterator[Bytes]:
         """Give the bytes of a file; see `Store.mapped`."""
         store, name = self._find(path)
-        with store.mapped(name, starts, lengths) as found:
+        with store.mapped(name, starts, lengths, touch=touch) as found:
             yield found
 
     def size(self, path: str) -> int:

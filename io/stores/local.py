@@ -100,7 +100,9 @@ class LocalStore(Store):
                 yield system.fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+    def mapped(
+        self, path: str, starts: Ints, lengths: Ints, *, touch: bool = True
+    ) -> Iterator[Bytes]:
         """Give a file's own pages; see `Store.mapped`."""
         file = self._file(path)
         last = int(np.argmax(starts + lengths))
@@ -108,7 +110,7 @@ class LocalStore(Store):
         with system.reported("read", file), system.opened(file) as fd:
             system.check_ranges(fd, file, [(start, length)])
             try:
-                found = system.map_ranges(fd, starts, lengths)
+                found = system.map_ranges(fd, starts, lengths, touch=touch)
             except ValueError:  # the file was longer a moment ago
                 raise short(file, start, length, os.fstat(fd).st_size) from None
         yield found

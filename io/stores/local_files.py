@@ -13,18 +13,18 @@ import os
 import re
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
+from ..clib import c_function
 from ..errors import StoreError, from_os_error, not_a_file, short
 
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
@@ -43,6 +43,7 @@ PAGE: Final = mmap.ALLOCATIONGRANULARITY
 """The least bytes that the system reads."""
 
 _POPULATE: Final = 22  # MADV_POPULATE_READ, of Linux 5.14
+_NO_RESERVE: Final = 0x4000  # MAP_NORESERVE
 
 
 @contextmanager
@@ -183,10 +184,10 @@ def can_map() -> bool:
     return True
 
 
-def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
+def map_ranges(fd: int, starts: Ints, lengths: Ints, *, touch: bool = True) -> Bytes:
     """Map a file's pages from the start of the first range to the end of the last.
 
-    All pages of the ranges are requested first: an unreadable one is an error.
+    With ``touch``, all pages of the ranges are requested first: an unreadable one is an error.
 
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
@@ -200,24 +201,14 @@ def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
     low, ends = starts[order] // PAGE * PAGE, (starts + lengths)[order]
     first, size = int(low[0]), int(ends.max() - low[0])
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # private: a write would not reach the file
-    pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=writable, offset=first)
+    flags = mmap.MAP_PRIVATE | _NO_RESERVE  # pages that are never written take no memory
+    pages = mmap.mmap(fd, size, flags=flags, prot=writable, offset=first)
     reach = np.maximum.accumulate(-(-ends // PAGE) * PAGE)
     apart = np.flatnonzero(low[1:] > reach[:-1])  # the last range before each gap of whole pages
     runs = zip(low[[0, *(apart + 1)]].tolist(), reach[[*apart, -1]].tolist(), strict=True)
-    for begin, end in runs:
+    for begin, end in runs if touch else ():
         pages.madvise(_POPULATE, begin - first, min(end - first, size) - (begin - first))
     return np.frombuffer(pages, np.uint8)[int(starts.min()) - first :]
-
-
-@cache
-def _function(name: str, *types: Any) -> Any:
-    """Return a function of Linux's C library, or None elsewhere."""
-    if not sys.platform.startswith("linux"):
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    if function is not None:
-        function.argtypes = types
-    return function
 
 
 def reserve_space(fd: int, nbytes: int) -> None:
@@ -226,7 +217,7 @@ def reserve_space(fd: int, nbytes: int) -> None:
     The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
     """
     signature = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    fallocate = _function("fallocate64", *signature) or _function("fallocate", *signature)
+    fallocate = c_function("fallocate64", *signature) or c_function("fallocate", *signature)
     if fallocate and nbytes and fallocate(fd, _KEEP_SIZE, 0, nbytes):
         code = ctypes.get_errno()
         if code in _NO_SPACE:
@@ -236,7 +227,7 @@ def reserve_space(fd: int, nbytes: int) -> None:
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     """Start writing these bytes to the disk now, while the next are prepared."""
     signature = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    if sync_file_range := _function("sync_file_range", *signature):
+    if sync_file_range := c_function("sync_file_range", *signature):
         sync_file_range(fd, offset, nbytes, _WRITE)
 
 

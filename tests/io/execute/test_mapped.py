@@ -52,7 +52,9 @@ def test_columns_of_many_tensors_are_copied_out_of_pages_that_are_mapped_togethe
     parts = {f"w{i}": (100 * i, 100 * i + 1 + 40 * i) for i in range(8)}
     target = {name: Columns(tuple(whole[name].shape), *part) for name, part in parts.items()}
     maps = []
-    monkeypatch.setattr(local_files, "map_ranges", lambda *a: maps.append(a) or map_ranges(*a))
+    monkeypatch.setattr(
+        local_files, "map_ranges", lambda *a, **k: maps.append(a) or map_ranges(*a, **k)
+    )
     report = shardplan.load(target | {"all": torch.zeros(100, 100)}, tmp_path)
     for name, part in parts.items():
         assert torch.equal(target[name].held, whole[name][:, slice(*part)])
