@@ -1,6 +1,6 @@
 """Save into a real S3 endpoint behind a proxy that fails: the verdict is what is there.
 
-``hold(count)``: so many saves, each over an older checkpoint or where nothing is, and as many loads.
+``hold(count)``: so many saves, over an older checkpoint or where nothing is, and as many loads.
 The proxy refuses, drops connections before and after the service has answered, cuts bodies, sends
 requests twice, and waits.
 """
@@ -108,7 +108,7 @@ class Passing(http.server.BaseHTTPRequestHandler):
     def answer(self, status, headers, body, *, cut=False):
         """Answer; or only half, and then drop the connection."""
         own = {"content-length", "transfer-encoding", "connection", "date", "server"}
-        length = dict((k.lower(), v) for k, v in headers).get("content-length", "0")
+        length = {name.lower(): value for name, value in headers}.get("content-length", "0")
         self.send_response(status)
         for name, value in headers:
             if name.lower() not in own:

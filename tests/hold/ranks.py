@@ -58,7 +58,7 @@ def run(folder, chosen):
 
 def judge(faults, case, folder):
     """Return what is wrong about a case, if anything."""
-    phase, victim, how, _ = case.split(":")
+    _phase, victim, how, _store = case.split(":")
     victim, fatal = int(victim), how in ("kill", "stop", "exit")
     said = {int(f.name[5:]): json.loads(f.read_text()) for f in folder.glob("told-*")}
     alive = {rank for rank in range(faults.WORLD) if not fatal or rank != victim}

@@ -114,7 +114,7 @@ def nested(depth):
 
 
 def judge(make, form):
-    """Return what is wrong about how a state dict is saved; `REFUSED`, or nothing, if all is well."""
+    """Return what is wrong about how a state dict is saved; `REFUSED` or nothing is fine."""
     try:
         wanted = make()
     except (RuntimeError, TypeError, NotImplementedError, AttributeError):

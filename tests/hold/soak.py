@@ -19,7 +19,7 @@ import shardplan
 from shardplan.dist import torch_comm
 
 WORLD = 4
-SLACK = 48 << 20  # bytes by which the memory of a process may grow once it has warmed up
+SLACK = 64 << 20  # bytes by which the memory of a process may grow once it has warmed up
 
 
 def layout(chance, rank, world, step):

@@ -1,8 +1,9 @@
 """Groups of three real ranks of which one fails in the middle of a save, a load or a transfer.
 
-Run as ``python faults.py FOLDER [CASE ...]``. Torch is imported once; each rank of each group is a fork, and
-all groups run at the same time, each with a checkpoint of its own below FOLDER, saved before by
-all of its ranks. ``FOLDER/CASE/told-RANK`` says what each rank that lives was told, and when.
+Run as ``python faults.py FOLDER [CASE ...]``. Torch is imported once; each rank of each group is a
+fork, and all groups run at the same time, each with a checkpoint of its own below FOLDER, saved
+before by all of its ranks. ``FOLDER/CASE/told-RANK`` says what each rank that lives was told, and
+when.
 """
 
 import ctypes
@@ -220,7 +221,7 @@ def run(case, rank, folder):
 
 
 def main(folder, cases=CASES):
-    children, stopped = [], []
+    children = []
     for case in cases:
         os.mkdir(f"{folder}/{case}")
         for rank in range(WORLD):
@@ -231,9 +232,8 @@ def main(folder, cases=CASES):
                 finally:
                     os._exit(0)
             children.append(child)
-    for child in children:
-        if os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1]):
-            stopped.append(child)
+    statuses = {child: os.waitpid(child, os.WUNTRACED)[1] for child in children}
+    stopped = [child for child, status in statuses.items() if os.WIFSTOPPED(status)]
     for child in stopped:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
