@@ -25,9 +25,15 @@ _ESCAPES: Final = str.maketrans(
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in singular or plural."""
+    """Return a number with its noun, in singular or plural.
+
+    >>> counted(1, "box"), counted(2_000, "box"), counted(0, "entry")
+    ('1 box', '2,000 boxes', '0 entries')
+    """
     if count == 1:
         return f"1 {noun}"
+    if noun[-1] == "x":
+        return f"{count:,} {noun}es"
     if noun[-1] == "y" and noun[-2] not in "aeou":
         return f"{count:,} {noun[:-1]}ies"
     return f"{count:,} {noun}s"

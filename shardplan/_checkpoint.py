@@ -227,8 +227,8 @@ def _as_sum(checkpoint: object) -> tuple[tuple[Source, ...], Expression]:
         text = f"a sum is one of open checkpoints, not of a {type(checkpoint).__name__}"
         raise TypeError(f"{text}; pass what open_checkpoint returns")
     source = source_of(checkpoint)
-    if isinstance(source, CombinedSource):
-        return source.parts, source.expression
+    if source.expression is not None:
+        return tuple(source.parts), source.expression
     return (source,), expression_of(source.metadata)
 
 

@@ -16,7 +16,6 @@ from shardplan.dist import Comm, Turn, solo, take_step
 from shardplan.io import FormatError, Pool, ProgressCallback
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
 from shardplan.io.formats import (
-    CombinedSource,
     CommitJob,
     ExtraFiles,
     Part,
@@ -26,7 +25,7 @@ from shardplan.io.formats import (
     open_target,
     read_as,
 )
-from shardplan.io.stores import Store
+from shardplan.io.stores import Location, Store
 from shardplan.planning import (
     Mesh,
     Passes,
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
 _LEAST_MEMORY: Final = 128 << 20
-Path = str | os.PathLike[str] | Store
 
 
 @attrs.frozen(repr=False)
@@ -123,8 +121,8 @@ class ConvertReport(Timed):
 
 
 def convert(
-    src: Path | Checkpoint,
-    dst: Path,
+    src: Location | Checkpoint,
+    dst: Location,
     *,
     format: str = "safetensors",
     planner: Passes[SavePlan] | None = None,
@@ -211,8 +209,8 @@ def convert(
 class _Call:
     """The arguments of a `convert`; see there."""
 
-    src: Path | Checkpoint
-    dst: Path
+    src: Location | Checkpoint
+    dst: Location
     format: str
     reading: Reading
     mesh: Mesh | None
@@ -244,7 +242,7 @@ def _prepare(call: _Call) -> Turn[_Plan]:
     store, writer = open_target(call.dst, call.format, **options)
     with call.watch.phase("open"):
         source = read_as(_opened(call), call.reading)
-        for part in source.parts if isinstance(source, CombinedSource) else (source,):
+        for part in source.parts if source.expression is not None else (source,):
             _refuse_same(part, store, writer.file)
     budget = _budget(parse_size(call.max_memory), source.store.staging, store.staging)
     with call.watch.phase("plan"):
@@ -414,7 +412,7 @@ def _report(format: str, plan: _Plan, done: Mapping[str, Any], watch: Stopwatch)
 
 
 def dcp_to_torch_save(
-    dcp_dir: Path, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
+    dcp_dir: Location, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
 ) -> ConvertReport:
     """Make a ``torch.save`` file of a DCP checkpoint, as torch does, but in bounded memory.
 
@@ -425,7 +423,7 @@ def dcp_to_torch_save(
 
 
 def torch_save_to_dcp(
-    torch_save_path: str | os.PathLike[str], dcp_dir: Path, *, comm: Comm | None = None
+    torch_save_path: str | os.PathLike[str], dcp_dir: Location, *, comm: Comm | None = None
 ) -> ConvertReport:
     """Make a DCP checkpoint of a ``torch.save`` file, as torch does, but in bounded memory.
 

@@ -21,7 +21,7 @@ from shardplan.io import (
 )
 from shardplan.io.execute import Reader
 from shardplan.io.formats import locate, open_source
-from shardplan.io.stores import Store
+from shardplan.io.stores import Location, Store
 from shardplan.planning import (
     BytesMetadata,
     PlanError,
@@ -200,14 +200,14 @@ def diff(
     return logged(report, f"{report.a} and {report.b}")
 
 
-def _open(path: str | os.PathLike[str] | Store, pool: Pool) -> Reader:
+def _open(path: Location, pool: Pool) -> Reader:
     try:
         return Reader(open_source(path, pool=pool), pool)
     except FormatError as error:
         raise error.within(locate(path)[0].url) from error.__cause__
 
 
-def _url(path: str | os.PathLike[str] | Store) -> str:
+def _url(path: Location) -> str:
     """Name a checkpoint: its folder, or its file if it is a single one."""
     store, name = locate(path)
     return f"{store.url.rstrip('/')}/{name}" if name else store.url

@@ -12,7 +12,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.io.formats import open_source
-from shardplan.io.stores import Store
+from shardplan.io.stores import Location, Store
 from shardplan.planning import PlannerTrace, Report
 from shardplan.planning.reports import explorer_data
 
@@ -85,7 +85,7 @@ def explore(
     return Explorer(page)
 
 
-def _places(report: Report, checkpoint: str | os.PathLike[str] | Store | None) -> dict[str, Any]:
+def _places(report: Report, checkpoint: Location | None) -> dict[str, Any]:
     """Return the file of each chunk of each tensor, and where it begins there."""
     if checkpoint is None:
         return {}

@@ -549,4 +549,6 @@ def _warn(text: str) -> None:
 
 def _check_step(step: object) -> None:
     if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
-        raise ValueError(f"a step is a whole number, 0 or more, not {step!r}")
+        what = f"a {type(step).__name__}; is it save(step, state_dict)?"
+        shown = what if isinstance(step, Mapping) else repr(step)
+        raise ValueError(f"a step is a whole number, 0 or more, not {shown}")

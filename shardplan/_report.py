@@ -68,8 +68,8 @@ def rank_report(
 
 def device_of(sd: Mapping[Any, Any]) -> str:
     """Return the name of the device of a state dict's tensors."""
-    away = (value.device for _, value in leaves(sd) if not getattr(value, "is_cpu", True))
-    return next(map(str, away), "cpu")
+    devices = (str(getattr(value, "device", "cpu")) for _, value in leaves(sd))
+    return next((device for device in devices if device != "cpu"), "cpu")
 
 
 class Timed(Printed):

@@ -14,7 +14,7 @@ from shardplan.io import FormatError, ProgressCallback, default_pool
 from shardplan.io.execute import MIN_AGE, by_save, strays
 from shardplan.io.formats import find_any, find_format, known_formats
 from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
-from shardplan.io.stores import Entry, MissingFileError, Store, StoreError, open_store
+from shardplan.io.stores import Entry, Location, MissingFileError, Store, StoreError, open_store
 from shardplan.planning import Sheet, Table, counted
 from shardplan.planning.storage import Keep, RunEntry, by_age, retain
 
@@ -374,7 +374,7 @@ def is_whole(store: Store, format: str) -> bool:
     return False
 
 
-def _open_run(path: str | os.PathLike[str] | Store) -> Store:
+def _open_run(path: Location) -> Store:
     """Open a folder that holds checkpoints; it need not be there yet, but may not be a file."""
     store = open_store(path)
     root = store.locate()

@@ -24,7 +24,6 @@ from shardplan.planning.storage import BLOCK_BYTES, boxes_of, read_boxes
 
 from ..checksums import BlockSums, damage_error
 from ..errors import FormatError, LoadError
-from ..formats.combined import CombinedSource
 from ..optional import torch
 from ..pool import Progress
 from ..tensors import copy_elements, empty_tensor
@@ -32,6 +31,7 @@ from ..windows import Window
 from .fetch import stopped_error
 
 if TYPE_CHECKING:
+    from ..formats.base import Source
     from .read import Reader, ReadStats
 
 __all__ = ["combined_chunks", "fill_combined"]
@@ -42,6 +42,7 @@ _STEP = 1 << 20  # elements that are converted at a time
 def fill_combined(
     reader: Reader,
     stored: Reader,
+    expression: Expression,
     items: ReadItems,
     dest: Callable[[int], Window],
     *,
@@ -54,12 +55,10 @@ def fill_combined(
 
     Chunks that are read whole, block by block, are compared with their checksums.
     """
-    source = reader.source
-    assert isinstance(source, CombinedSource)
     own = BlockSums() if sums is None and verify else sums
 
     def work(task: _Task) -> ReadStats:
-        made, stats = _added_up(stored, source.expression, task, verify=verify, sums=own)
+        made, stats = _added_up(stored, expression, task, verify=verify, sums=own)
         picked = every(task.offsets, step)
         made = made[tuple(slice(one.first, None, one.step) for one in picked)]
         into = [one.into for one in picked]
@@ -70,7 +69,7 @@ def fill_combined(
         return stats
 
     try:
-        done = reader.pool.map(work, list(_tasks(source.expression, items)), nbytes=_cost)
+        done = reader.pool.map(work, list(_tasks(expression, items)), nbytes=_cost)
         damaged = own.compare(stored.source) if own is not None and sums is None else []
         if damaged:
             raise damage_error(stored.source, damaged)
@@ -81,14 +80,16 @@ def fill_combined(
     return sum(rest, first)
 
 
-def combined_chunks(source: CombinedSource, name: str, number: int) -> Iterator[tuple[str, int]]:
+def combined_chunks(
+    source: Source, expression: Expression, name: str, number: int
+) -> Iterator[tuple[str, int]]:
     """Yield the stored chunks that a chunk of a sum is made of, and maybe others.
 
     A tensor that is cut in another way there is given whole, with its first chunk.
     """
     mine = source.metadata.state_dict_metadata[name]
     assert isinstance(mine, TensorMetadata)
-    for term in terms_of(source.expression, name):
+    for term in terms_of(expression, name):
         for part in {box.name for box in term_boxes(term, (0, 0), (1, 1), 1)}:
             entry = source.stored.metadata.state_dict_metadata[part]
             assert isinstance(entry, TensorMetadata)

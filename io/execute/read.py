@@ -20,7 +20,6 @@ from shardplan.planning.storage import Access, BoxReads, fetch_plan, find_chunks
 
 from ..checksums import BlockSums, damage_error
 from ..formats.base import Source
-from ..formats.combined import CombinedSource
 from ..optional import torch
 from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store
@@ -120,10 +119,11 @@ class Reader:
             )
         if not len(rows):
             return ReadStats()
-        if isinstance(self.source, CombinedSource):
+        if self.source.expression is not None:
             return fill_combined(
                 self,
                 Reader(self.source.stored, self.pool),
+                self.source.expression,
                 wanted,
                 lambda row: dest(int(rows[row])),
                 step=step,
@@ -178,9 +178,9 @@ class Reader:
 
     def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
         """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
-        if isinstance(self.source, CombinedSource):
+        if self.source.expression is not None:
             for name, number in chunks:
-                yield from combined_chunks(self.source, name, number)
+                yield from combined_chunks(self.source, self.source.expression, name, number)
             return
         entries = self.source.stored.metadata.state_dict_metadata
         for name, number in chunks:

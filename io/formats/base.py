@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
@@ -23,7 +24,7 @@ from ..pool import Pool, Progress, ProgressCallback, default_pool
 from ..stores.base import MissingFileError, Store, StoreError
 
 if TYPE_CHECKING:  # looking into a checkpoint needs no plans
-    from shardplan.planning import Quantized, SavePlan
+    from shardplan.planning import Expression, Quantized, SavePlan
 
 
 LIMITS: Final = {
@@ -174,6 +175,8 @@ class Source(Protocol):
     file_columns: FileColumns | None = None  # None if not recorded in one place
     beside: ExtraFiles | None = None  # what a conversion to the same format carries over
     quantized: Mapping[str, Quantized] = {}  # what is dequantised as it is read
+    parts: Sequence[Source] = ()  # the checkpoints that its tensors are those of, or sums of
+    expression: Expression | None = None  # how tensors are added up as they are read
     text: bytes | None = None  # what another rank can open it from; see `Format.open_text`
 
     @property
@@ -181,6 +184,7 @@ class Source(Protocol):
         """The checkpoint as it is stored: another one, if this one dequantises."""
         return self
 
+    @abstractmethod
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
 
@@ -308,6 +312,7 @@ class Writer(Protocol):
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Raise an `ExistsError` if a checkpoint is there that must not be replaced."""
 
+    @abstractmethod
     def write(self, job: WriteJob) -> Part:
         """Write one rank's part, which does not count as a checkpoint until it is committed.
 
@@ -315,6 +320,7 @@ class Writer(Protocol):
         """
         ...
 
+    @abstractmethod
     def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Make a checkpoint of what all ranks wrote: it exists from one instant on.
 

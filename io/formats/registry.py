@@ -16,7 +16,7 @@ from shardplan.planning import nearest_hint, nearest_names
 
 from ..errors import FormatError, listed
 from ..pool import Pool
-from ..stores.base import Store, open_store
+from ..stores.base import Location, Store, open_store
 from .base import Format, Source, Writer
 
 _OWN: Final = {
@@ -68,9 +68,7 @@ def _load_plugins() -> None:
         register_format(point.load())
 
 
-def open_source(
-    path: str | os.PathLike[str] | Store, *, format: str | None = None, pool: Pool | None = None
-) -> Source:
+def open_source(path: Location, *, format: str | None = None, pool: Pool | None = None) -> Source:
     """Open a checkpoint, a folder or a file; the format is detected if left out."""
     return open_located(*locate(path), format=format, pool=pool)
 
@@ -138,7 +136,7 @@ def _why_empty(url: str) -> str:
     return f"the folder does not exist{near}"
 
 
-def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
+def locate(path: Location) -> tuple[Store, str]:
     """Return the store to look in, and the name of a single file there; empty for a folder."""
     if not isinstance(path, (str, os.PathLike)):
         return open_store(path), ""
@@ -165,9 +163,7 @@ def find_writer(format: str, **options: Any) -> Writer:
     return make(**options)
 
 
-def open_target(
-    path: str | os.PathLike[str] | Store, format: str, **options: Any
-) -> tuple[Store, Writer]:
+def open_target(path: Location, format: str, **options: Any) -> tuple[Store, Writer]:
     """Return where a checkpoint goes, and what writes it there."""
     if not find_format(format).is_file:
         return open_store(path), find_writer(format, **options)

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .base import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
+    from .base import (  # isort: skip
+        Entry, FolderStore, Location, MissingFileError, Store, StoreError, open_store,
+    )  # fmt: skip
 
 __getattr__, __dir__ = door(
-    __name__, {"base": "Entry FolderStore MissingFileError Store StoreError open_store"}
+    __name__, {"base": "Entry FolderStore Location MissingFileError Store StoreError open_store"}
 )

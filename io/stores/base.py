@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, runtime_checkable
@@ -58,13 +59,16 @@ class Store(Protocol):
     """
 
     @property
+    @abstractmethod
     def url(self) -> str:
         """The root, as a person would write it."""
 
     @property
+    @abstractmethod
     def staging(self) -> int:
         """Bytes of memory that one call holds at most, beside the caller's own buffers."""
 
+    @abstractmethod
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file, and return how many bytes were read.
 
@@ -72,6 +76,7 @@ class Store(Protocol):
         error, such as a range past the end of the file, buffers may have been filled in part.
         """
 
+    @abstractmethod
     def write(
         self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
@@ -89,12 +94,14 @@ class Store(Protocol):
             atomic: Whether readers must see the old file or the new one, whole and durable.
         """
 
+    @abstractmethod
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole, by a single request, so that all of it is of one version.
 
         If it has more than ``limit`` bytes, the error's ``kind`` is ``long``.
         """
 
+    @abstractmethod
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Write a small file atomically and durably: readers see the old bytes or the new ones.
 
@@ -104,18 +111,22 @@ class Store(Protocol):
         ``other`` the file may have been replaced, or may be later.
         """
 
+    @abstractmethod
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
 
+    @abstractmethod
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder, sorted by name; none if there is no such folder.
 
         If not ``recursive``, folders are named instead of entered, with a slash at the end.
         """
 
+    @abstractmethod
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files, and folders that become empty; missing files are ignored."""
 
+    @abstractmethod
     def sync(self) -> None:
         """Make all names that were written or deleted so far durable."""
 
@@ -232,6 +243,10 @@ class Store(Protocol):
         """Delete a small file if it holds these bytes; a store without locks does not compare."""
         self.delete([path])
         return True
+
+
+Location = str | os.PathLike[str] | Store
+"""A path, a URL or an open store."""
 
 
 class WrappedStore(Store):
@@ -369,7 +384,7 @@ def check_path(path: str, *, root: str = "") -> str:
     raise StoreError("use", f"{path!r}{inside}", reason, remedy=remedy, kind="path")
 
 
-def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
+def open_store(url: Location, **options: Any) -> Store:
     """Open a folder of files, wherever it is. Nothing is read, made or checked yet.
 
     Args:
@@ -421,12 +436,11 @@ def _not_a_path(given: object) -> str:
         return f"the path is a {kind}: are the arguments swapped? It is {order}"
     if isinstance(given, (bytes, bytearray)):
         return f"a path is text, not {kind}; pass os.fsdecode({given!r})"
-    verbs = [name for name in dir(Store) if not name.startswith("_")]
-    lacking = [name for name in verbs if not hasattr(given, name)]
+    lacking = [name for name in sorted(Store.__abstractmethods__) if not hasattr(given, name)]
     if "read" in lacking:
         return f"a path is text, an os.PathLike or an open store, not a {kind}"
-    lack = f"a {kind} is not a store: it lacks {', '.join(lacking)}"
-    return f"{lack}; derive it from shardplan.io.Store"
+    lack = f"it lacks {', '.join(lacking)}; " if lacking else ""
+    return f"a {kind} is not a store: {lack}derive it from shardplan.io.Store"
 
 
 def _plain_path(path: str) -> str:

@@ -336,7 +336,11 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def distinct_columns(parts: Iterable[Ints]) -> tuple[tuple[Ints, ...], list[int]]:
-    """Return the distinct ones of some columns, and which of them each is; -1 for an empty one."""
+    """Return the distinct ones of some columns, and which of them each is; -1 for an empty one.
+
+    >>> distinct_columns([np.array([1, 2]), np.array([]), np.array([1, 2])])
+    ((array([1, 2]),), [0, -1, 0])
+    """
     known: dict[bytes, int] = {}
     found, which = list[Ints](), []
     for part in parts:

@@ -29,7 +29,7 @@ from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES, block_numbers, boxes_of, cut_blocks, cut_within
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
@@ -101,7 +101,7 @@ class CopyPlan(Printed):
     def _sheet(self) -> Sheet:
         copied = human_bytes(self.nbytes[self.copied].sum())
         title = (
-            f"copy {human_bytes(self.nbytes.sum())} in {len(self.boxes):,} boxes, "
+            f"copy {human_bytes(self.nbytes.sum())} in {counted(len(self.boxes), 'box')}, "
             f"{copied} from file to file"
         )
         head = ("batch", "first box", "boxes", "bytes", "copied", "reads")

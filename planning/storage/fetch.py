@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, numbered
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, blocks_along, cut_blocks, reach_of
 from .ranges import (
     SMALL,
@@ -191,8 +191,8 @@ class FetchPlan(Printed):
     @property
     def _sheet(self) -> Sheet:
         title = (
-            f"fetch {human_bytes(self.nbytes.sum())} in {len(self.blocks):,} blocks, "
-            f"{int(self.ranges.sum()):,} ranges, {len(self.tasks):,} tasks"
+            f"fetch {human_bytes(self.nbytes.sum())} in {counted(len(self.blocks), 'block')}, "
+            f"{counted(int(self.ranges.sum()), 'range')}, {counted(len(self.tasks), 'task')}"
         )
         head = ("task", "file", "from byte", "to byte", "blocks", "ranges", "bytes", "hashed")
         return listing(title, head, self._rows(), len(self.tasks))
@@ -235,7 +235,7 @@ def fetch_plan(
     >>> places = ChunkPlaces(*map(np.array, ([0], [100], [4], [[8, 4]], [True])))
     >>> reads = BoxReads(np.array([0]), row(2, 0), row(4, 4), row(1, 1), np.array([True]))
     >>> fetch_plan(places, reads, block_bytes=32, hash_parts=True)
-    fetch 64 B in 2 blocks, 2 ranges, 1 tasks
+    fetch 64 B in 2 blocks, 2 ranges, 1 task
     task  file  from byte  to byte  blocks  ranges  bytes  hashed
        0     0        132      196       2       2     64       2
     """

@@ -21,7 +21,7 @@ from ..columns.arrays import Ints, column, distinct, readonly
 from ..dtypes import itemsize
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES
 from .ranges import ByteRanges, byte_ranges
 from .write import MAX_SHARD_SIZE, assign_shards
@@ -144,8 +144,8 @@ class SharedPlan(Printed):
     def _sheet(self) -> Sheet:
         kept = np.flatnonzero(self.file >= 0)
         title = (
-            f"write {human_bytes(self.plan.items.nbytes[kept].sum())} of {len(kept):,} items into "
-            f"{len(self.files):,} shared files"
+            f"write {human_bytes(self.plan.items.nbytes[kept].sum())} of "
+            f"{counted(len(kept), 'item')} into {counted(len(self.files), 'shared file')}"
         )
         head = ("file", "item", "box", "from byte", "ranges")
         return listing(title, head, self._rows(kept[:_SHOWN].tolist()), len(kept))
@@ -175,7 +175,7 @@ def shared_plan(plan: SavePlan, spots: Mapping[str, Spot], rank: int = 0) -> Sha
     >>> sd = {"a": rows, "b": columns}
     >>> plans, metadata = global_plan(local_plan(sd, mesh=Mesh(dp=2), rank=r) for r in range(2))
     >>> shared_plan(plans[1], {"a": Spot(0, 64), "b": Spot(0, 72)})
-    write 8 B of 2 items into 1 shared files
+    write 8 B of 2 items into 1 shared file
     file  item  box         from byte  ranges
        0  a     [2:4, 0:2]         68       1
        0  b     [0:4, 1:2]         73       4

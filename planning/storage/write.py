@@ -23,7 +23,7 @@ import numpy as np
 
 from ..columns.arrays import Ints, column, distinct, nth_equal, pad, readonly
 from ..errors import RefusedError, listed
-from ..text import Printed, Sheet, human_bytes, listing
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ class WritePlan(Printed):
     @property
     def _sheet(self) -> Sheet:
         title = (
-            f"write {human_bytes(self.nbytes.sum())} of {len(self.order):,} items "
-            f"to {len(self.names):,} files"
+            f"write {human_bytes(self.nbytes.sum())} of {counted(len(self.order), 'item')} "
+            f"to {counted(len(self.names), 'file')}"
         )
         head = ("file", "item", "from byte", "to byte", "blocks")
         return listing(title, head, self._rows(), len(self.order))

@@ -21,7 +21,7 @@ from torch.futures import Future
 from shardplan.io import Pool, ValueRefusedError, Window
 from shardplan.io.execute import Kept, Reader
 from shardplan.io.formats import CommitJob, WriteJob, find_writer, open_source
-from shardplan.io.stores import Store, open_store
+from shardplan.io.stores import Location, open_store
 from shardplan.planning import (
     Chunk,
     Issue,
@@ -41,12 +41,11 @@ from shardplan.planning import (
 from .planners import UnsafeValueError, dump_buffer, load_buffer
 from .records import from_torch, to_torch
 
-Place = str | os.PathLike[str] | Store
 T = TypeVar("T")
 
 
 def as_torch_storage_writer(
-    path: Place, *, overwrite: bool = False, pool: Pool | None = None
+    path: Location, *, overwrite: bool = False, pool: Pool | None = None
 ) -> StorageWriter:
     """Return a writer for ``torch.distributed.checkpoint.save`` that writes our own format.
 
@@ -79,10 +78,10 @@ def as_torch_storage_writer(
 class _Located:
     """What torch's writers and readers share: the checkpoint's location, under two names."""
 
-    checkpoint_id: Place
+    checkpoint_id: Location
 
     @property
-    def path(self) -> Place:
+    def path(self) -> Location:
         return self.checkpoint_id
 
     @classmethod
@@ -107,7 +106,7 @@ class _Ticket:
 
 
 class _StorageWriter(_Located, StorageWriter):
-    def __init__(self, path: Place, overwrite: bool, pool: Pool | None) -> None:
+    def __init__(self, path: Location, overwrite: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._overwrite, self._pool = overwrite, pool
         self._writer = find_writer("safetensors")
@@ -237,7 +236,7 @@ def _resolved(
 
 
 def as_torch_storage_reader(
-    path: Place, *, format: str | None = None, verify: bool = True, pool: Pool | None = None
+    path: Location, *, format: str | None = None, verify: bool = True, pool: Pool | None = None
 ) -> StorageReader:
     """Return a reader for ``torch.distributed.checkpoint.load`` of checkpoints of any known format.
 
@@ -269,7 +268,7 @@ def as_torch_storage_reader(
 
 
 class _StorageReader(_Located, StorageReader):
-    def __init__(self, path: Place, format: str | None, verify: bool, pool: Pool | None) -> None:
+    def __init__(self, path: Location, format: str | None, verify: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._format, self._verify, self._pool = format, verify, pool
         self._reader: Reader | None = None

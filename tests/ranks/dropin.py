@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torchs
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -64,6 +66,25 @@ def to_and_from_torch(folder, mesh):
     dcp.load(other, checkpoint_id=f"{folder}/theirs")
     metadata = record(ours), record(theirs)
     return {"differ": differing(one, saved) + differing(other, saved), "metadata": metadata}
+
+
+def sharded_tensors(folder, mesh):
+    """Rows of a ShardedTensor, of which the ranks hold 3, 3, 0 and 0, become columns."""
+
+    def sharded(whole, box, size):
+        mine = [LocalShard.from_tensor_and_offsets(whole, box, dist.get_rank())] if size else []
+        return init_from_local_shards(mine, 6, 10)
+
+    rank = dist.get_rank()
+    rows, columns = slice(3 * rank, 3 * rank + 3), slice(5 * (rank % 2), 5 * (rank % 2) + 5)
+    saved = {"w": sharded(FULL[rows].clone(), [3 * rank, 0], rank < 2)}
+    got = {"w": sharded(torch.zeros(6, 5), [0, columns.start], rank < 2)}
+    whole = {"w": torch.zeros(6, 10)}
+    dcp.save(saved, checkpoint_id=folder)
+    for state_dict in (got, whole):
+        dcp.load(state_dict, checkpoint_id=folder)
+    shards = [s.tensor for s in got["w"].local_shards()]
+    return [torch.equal(s, FULL[:, columns]) for s in shards] + [torch.equal(whole["w"], FULL)]
 
 
 def in_the_background(folder, mesh):
@@ -136,6 +157,7 @@ def with_a_planner_of_ones_own(folder, mesh):
 
 CASES = (
     to_and_from_torch,
+    sharded_tensors,
     in_the_background,
     by_some_ranks,
     each_alone,

@@ -556,6 +556,11 @@ def test_ranks_exchange_checkpoints_with_torch_under_any_sharding(told):
 
 
 @pytest.mark.slow
+def test_a_sharded_tensor_is_saved_and_loaded_under_another_sharding(told):
+    assert told["sharded_tensors"] == [[True, True], [True, True], [True], [True]]
+
+
+@pytest.mark.slow
 def test_ranks_save_in_the_background(told):
     assert [rank["differ"] for rank in told["in_the_background"]] == [[]] * 4
     assert len({rank["metadata"] for rank in told["in_the_background"]}) == 1

@@ -176,6 +176,11 @@ def test_intervals_that_make_no_sense_are_refused(tmp_path, wrong):
         Checkpoints(tmp_path, **wrong)
 
 
+def test_a_state_dict_in_place_of_the_step_is_named_without_being_printed(tmp_path):
+    with pytest.raises(ValueError, match=r"not a dict; is it save\(step, state_dict\)\?$"):
+        Checkpoints(tmp_path).save({"w": torch.ones(1000)}, 7)
+
+
 def test_dcp_checkpoints_are_kept_and_removed_too(tmp_path):
     run = Checkpoints(tmp_path, every=10, format="dcp", keep=Keep(last=2))
     train(run, range(41))

@@ -557,6 +557,14 @@ def test_what_is_not_a_store_is_refused_with_what_it_lacks():
         open_store(Half())
 
 
+def test_a_store_of_ones_own_that_cannot_replace_files_is_refused_before_anything_is_saved():
+    class Forgetful(Ten):
+        replace = Store.replace
+
+    with pytest.raises(TypeError, match=r"abstract.*replace"):
+        Forgetful()
+
+
 def test_an_open_store_takes_no_more_options(tmp_path):
     with pytest.raises(TypeError, match="pool"):
         open_store(open_store(tmp_path), pool=None)

@@ -105,7 +105,7 @@ def test_files_lie_as_they_were_planned(tmp_path):
 def test_a_write_plan_prints_as_a_table_of_its_first_items():
     plan = local_plan({f"t{n:02}": TensorSpec((2,)) for n in range(30)} | {"v": 1})
     lines = repr(write_plan(plan, value_bytes={"v": 3})).splitlines()
-    assert lines[0] == "write 243 B of 31 items to 1 files"
+    assert lines[0] == "write 243 B of 31 items to 1 file"
     assert lines[2].split()[1:] == ["t00", "0", "8", "1"]
     assert lines[-1] == "… 11 more"
     assert "<table" in write_plan(plan)._repr_html_()
