@@ -217,7 +217,7 @@ class ObjectStore(Store):
             copy_into(views[0], data)
         return sum(lengths)
 
-    def _get(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[Buffer]:
+    def _get(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
         """Fetch ranges; nothing if the service sent fewer bytes than obstore can slice."""
         try:
             return obstore.get_ranges(self._inner, key, starts=starts, lengths=lengths, coalesce=0)

@@ -1,27 +1,37 @@
-"""Save into a real S3 endpoint behind a proxy that fails: the verdict is what is there.
+"""Save into a real object store behind a proxy that fails: the verdict is what is there.
 
 ``hold(count)``: so many saves, over an older checkpoint or where nothing is, and as many loads.
 The proxy refuses, drops connections before and after the service has answered, cuts bodies, sends
-requests twice, and waits.
+requests twice, and waits. The stores are S3 (moto's server) and, if azurite is installed, Azure.
 """
 
+import base64
 import contextlib
+import hmac
 import http.client
 import http.server
 import random
+import shutil
+import socket
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from datetime import timedelta
+from email.utils import formatdate
 from pathlib import Path
 
+import attrs
 from common import DOCUMENTED, Row, state, value_of
 
 import shardplan
 from shardplan.io import UnsureCommitError
 from shardplan.io.stores import open_store
 
+# What azurite's own documentation gives as the account of every emulator.
+ACCOUNT = "devstoreaccount1"
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 FAULTS = (
     "throttled",
     "error",
@@ -173,31 +183,101 @@ def afterwards(clean):
     return wrong or (f"{left} are left" if len(left) > 1 else "")
 
 
-def hold(count):
-    """Save and load so often; return a row for each."""
+@attrs.frozen
+class Service:
+    """A running object store.
+
+    Attributes:
+        url: Where checkpoints may be saved.
+        options: What `open_store` needs; ``endpoint`` is the service's own.
+        close: Ends it.
+    """
+
+    url: str
+    options: dict
+    close: object
+
+    @property
+    def address(self):
+        """Its host and port."""
+        host, port = self.options["endpoint"].removeprefix("http://").partition("/")[0].split(":")
+        return host, int(port)
+
+    def behind(self, proxy):
+        """Return the options to reach it through a proxy."""
+        own = ":".join(map(str, self.address))
+        endpoint = self.options["endpoint"].replace(own, f"127.0.0.1:{proxy.server_port}")
+        return self.options | {"endpoint": endpoint}
+
+
+def s3():
+    """Start moto's server."""
     sys.path.append(str(Path(__file__).parents[1]))
     from conftest import S3Server
 
-    server, wrong, verdicts = S3Server(), [], Counter()
-    host, port = server.endpoint.removeprefix("http://").split(":")
-    proxy = Proxy((host, int(port)), seed=1)
-    endpoint = {"endpoint": f"http://127.0.0.1:{proxy.server_port}"}
-    loads = []
+    server = S3Server()
+    return Service(f"s3://{server.bucket}", server.options, server.close)
+
+
+def azure(program):
+    """Start azurite, and make a container."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    flags = ("--silent", "--inMemoryPersistence", "--skipApiVersionCheck", "--disableTelemetry")
+    process = subprocess.Popen(
+        [program, *flags, "--blobPort", str(port)], stdout=subprocess.DEVNULL
+    )
+    account = {"account_name": ACCOUNT, "account_key": KEY}
+    endpoint = {"endpoint": f"http://127.0.0.1:{port}/{ACCOUNT}"}
+    options = account | endpoint | {"client_options": {"allow_http": True}}
+    end = time.monotonic() + 60
+    while (status := make_container(port, "bucket")) != 201:
+        assert time.monotonic() < end, f"azurite answers {status}"
+        time.sleep(0.2)
+    return Service("az://bucket", options, process.kill)
+
+
+def make_container(port, name):
+    """Ask azurite for a container; return the status, or None if it is not there yet."""
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = ["PUT", *[""] * 11, *(f"{key}:{value}" for key, value in headers.items())]
+    text = "\n".join([*lines, f"/{ACCOUNT}/{ACCOUNT}/{name}", "restype:container"])
+    signed = hmac.digest(base64.b64decode(KEY), text.encode(), "sha256")
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{base64.b64encode(signed).decode()}"
+    try:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            path = f"/{ACCOUNT}/{name}?restype=container"
+            connection.request("PUT", path, headers=headers | {"Content-Length": "0"})
+            return connection.getresponse().status
+    except OSError:
+        return None
+
+
+def try_service(service, count):
+    """Save and load so often; return a row for each."""
+    proxy, wrong, verdicts = Proxy(service.address, seed=1), [], Counter()
+    loads, name = [], service.url.partition(":")[0]
     for number in range(count):
         retries = {"retry_config": RETRY | {"max_retries": number % 3}}
-        url = f"s3://{server.bucket}/trial-{number}"
-        clean = open_store(url, **server.options)
-        faulty = open_store(url, **server.options | endpoint | retries)
+        url = f"{service.url}/trial-{number}"
+        clean = open_store(url, **service.options)
+        faulty = open_store(url, **service.behind(proxy) | retries)
         verdict, fault = one_save(number, clean, faulty, proxy)
         verdicts[verdict] += 1
         after = afterwards(clean)
         wrong += [f"trial {number}: {text}" for text in (fault, after) if text]
         loads += filter(None, [one_load(clean, faulty, proxy)])
     proxy.shutdown()
-    server.close()
+    service.close()
     note = ", ".join(f"{n} {verdict}" for verdict, n in sorted(verdicts.items()))
     faults = sum(n for fault, n in proxy.done.items() if fault)
     return [
-        Row("saves into S3 behind a faulty proxy", count, tuple(wrong), note),
-        Row("loads from it", count, tuple(loads), f"{faults} faults in all"),
+        Row(f"saves into {name}:// behind a faulty proxy", count, tuple(wrong), note),
+        Row(f"loads from {name}://", count, tuple(loads), f"{faults} faults in all"),
     ]
+
+
+def hold(count):
+    """Save into each store so often, and load as often; return rows."""
+    rows, azurite = try_service(s3(), count), shutil.which("azurite-blob")
+    return rows + (try_service(azure(azurite), count) if azurite else [])
