@@ -14,7 +14,7 @@ this:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, Literal
@@ -162,35 +162,75 @@ def with_replicas(
     """
     if _is_untouched(plans):
         return plans
-    moved, accounted = [_without_fills(plan.items) for plan in plans], _accounted(plans)
-    sources, numbers = _number_sources(plans, moved)
-    totals = _number_sources(plans, accounted)[1]
     shares = had = [plan.holds for plan in plans]  # what ranks may fill, and what they account for
+    lost = [items.take(slice(0)) for items in shares]  # what they have left out before
     if entering is not None:
         framed = [plan.items for plan in in_source_frame(entering)]
-        shares, had = [items.take(items.row >= 0) for items in framed], _accounted(entering)
-    shared, before = (_number_sources(plans, items)[1] for items in (shares, had))
-    movers: dict[int, dict[Any, WriteItem]] = {}  # per source, its distinct items
-    for items, (_, source) in zip(moved, numbers, strict=True):
-        for number, item in zip(source.tolist(), items, strict=True):
-            movers.setdefault(number, {})[item.index, item.tensor_data] = item
-    completed = []
+        shares = [items.take(items.row >= 0) for items in framed]
+        had, lost = _accounted(entering), _left_out_by(entering)
+    moved, left_out = [_without_fills(plan.items) for plan in plans], _left_out_by(plans)
+    every = (shares, had, lost, _accounted(plans), moved, left_out)
+    share, old, gone, new, own, out = (_Sourced.of(plans, items) for items in every)
+    movers, leavers = own.distinct(), out.distinct()
+    known, completed = movers.keys() | leavers.keys(), []
     for rank, plan in enumerate(plans):
-        source, total, old, own = (n[rank][1] for n in (numbers, totals, before, shared))
-        has, takes = (  # elements by source; an item without any counts as one
-            np.bincount(n + 1, np.maximum(i.box_sizes.prod(axis=1), 1), len(sources) + 1)[1:]
-            for n, i in ((old, had[rank]), (total, accounted[rank]))
-        )
-        lacking = set(np.flatnonzero(takes < has).tolist()) & movers.keys()
+        has, takes = old.elements(rank), new.elements(rank)
+        lacking = {n for n in has.keys() & known if takes.get(n, 0) < has[n]}
         if lacking:
-            pairs = zip(source.tolist(), moved[rank], strict=True)
-            kept = [item for number, item in pairs if number not in lacking]
-            for number, shard in zip(own.tolist(), shares[rank], strict=True):
-                for item in movers[number].values() if number in lacking else ():
-                    kept += _parts(item, shard)
-            plan = attrs.evolve(plan, items=[*kept, *plan.items.take(plan.items.is_fill)])
+            wanted = [(n, shard) for n, shard in share.pairs(rank) if n in lacking]
+            items = [item for n, item in own.pairs(rank) if n not in lacking]
+            items += [*_parts_of(movers, wanted), *plan.items.take(plan.items.is_fill)]
+            rest = [item for n, item in out.pairs(rank) if n not in lacking]
+            rest += [item for n, item in gone.pairs(rank) if n in lacking]
+            rest += _parts_of(leavers, wanted)
+            plan = attrs.evolve(plan, items=items, left_out=WriteItems.of(rest) if rest else None)
         completed.append(plan)
     return tuple(completed)
+
+
+def _left_out_by(plans: Iterable[SavePlan]) -> list[WriteItems]:
+    """Return what each rank leaves out."""
+    return [p.holds.take(slice(0)) if p.left_out is None else p.left_out for p in plans]
+
+
+@attrs.frozen(eq=False)
+class _Sourced:
+    """Items of each rank, and the number of the source of each."""
+
+    items: Sequence[WriteItems]
+    source: Sequence[Ints]
+
+    @classmethod
+    def of(cls, plans: Sequence[SavePlan], items: Sequence[WriteItems]) -> _Sourced:
+        """Number the sources of some items of each rank."""
+        return cls(items, [source for _, source in _number_sources(plans, items)[1]])
+
+    def pairs(self, rank: int) -> Iterator[tuple[int, WriteItem]]:
+        """Yield the items of a rank with their sources."""
+        return zip(self.source[rank].tolist(), self.items[rank], strict=True)
+
+    def elements(self, rank: int) -> dict[int, int]:
+        """Count the elements of a rank by source; an item without any counts as one."""
+        weights = np.maximum(self.items[rank].box_sizes.prod(axis=1), 1)
+        counts = np.bincount(self.source[rank] + 1, weights)[1:]
+        return {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
+
+    def distinct(self) -> Mapping[int, Collection[WriteItem]]:
+        """Return the distinct items of all ranks, by source."""
+        found: dict[int, dict[Any, WriteItem]] = {}
+        for rank in range(len(self.items)):
+            for number, item in self.pairs(rank):
+                found.setdefault(number, {})[item.index, item.tensor_data] = item
+        return {number: items.values() for number, items in found.items()}
+
+
+def _parts_of(
+    items: Mapping[int, Collection[WriteItem]], wanted: Iterable[tuple[int, WriteItem]]
+) -> Iterator[WriteItem]:
+    """Yield the parts of some items, by source, that lie in the shards of a rank."""
+    for number, shard in wanted:
+        for item in items.get(number, ()):
+            yield from _parts(item, shard)
 
 
 def _parts(item: WriteItem, shard: WriteItem) -> Iterator[WriteItem]:

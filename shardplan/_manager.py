@@ -261,7 +261,7 @@ class Checkpoints:
             except Exception as error:
                 if not _is_damage(error):
                     raise
-                _warn(f"{target.url} is damaged and was skipped: {error}")
+                self._warn(f"{target.url} is damaged and was skipped: {error}")
                 failed, more = failed or error, _touched(error)
                 spoilt = None if spoilt is None or more is None else spoilt | more
                 continue
@@ -277,7 +277,13 @@ class Checkpoints:
 
     def _warn_of(self, unfinished: Iterable[int]) -> None:
         for step in unfinished:
-            _warn(f"{self._store.url}/step-{step} was not finished and was skipped")
+            self._warn(f"{self._store.url}/step-{step} was not finished and was skipped", level=4)
+
+    def _warn(self, text: str, level: int = 3) -> None:
+        """Warn once for all ranks."""
+        comm = as_comm(self._comm)
+        if comm.rank == comm.coordinator:
+            warnings.warn(text, stacklevel=level)
 
     def _candidates(self) -> tuple[list[int], list[tuple[str, int]]]:
         """Return unfinished steps, and the folders to try, the newest first."""
@@ -540,11 +546,6 @@ def _is_damage(error: Exception) -> bool:
         return isinstance(error, _DAMAGE)
     damage = {kind.__name__ for kind in (*_DAMAGE, MissingFileError)}
     return all(failure.type in damage for failure in error.failures)
-
-
-def _warn(text: str) -> None:
-    LOG.warning("%s", text)
-    warnings.warn(text, stacklevel=3)
 
 
 def _check_step(step: object) -> None:

@@ -36,6 +36,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         pages[f"notebooks/{path.stem}.md"] = notebook(json.loads(path.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / "benchmarks").glob("*.svg")):
+        pages[f"benchmarks/{path.name}"] = path.read_text(encoding="utf-8")
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -47,7 +49,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         markdown = markdown.replace(f"](../{name}", f"]({page}").replace(
             f"](docs/{name}", f"]({name}"
         )
-    markdown = markdown.replace("](docs/", "](")
+    markdown = markdown.replace("](docs/", "](").replace("](../benchmarks/", "](benchmarks/")
     return re.sub(r"\]\((?:\.\./)?notebooks/([\w-]+)\.ipynb", r"](notebooks/\1.md", markdown)
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .mapping import map_tensors
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
-    from .streaming import Ahead, Copied, Copies, Lender, stored_chunks, write_copies
+    from .streaming import Copied, Copies, stored_chunks, write_copies
 
 __getattr__, __dir__ = door(
     __name__,
@@ -18,6 +18,6 @@ __getattr__, __dir__ = door(
         "mapping": "map_tensors",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
-        "streaming": "Ahead Copied Copies Lender stored_chunks write_copies",
+        "streaming": "Copied Copies stored_chunks write_copies",
     },
 )

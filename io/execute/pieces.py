@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import attrs
 
@@ -56,21 +56,22 @@ __all__ = [
 ]
 
 
-@runtime_checkable
-class Lazy(Protocol):
+class Lazy:
     """A tensor whose elements are somewhere else, and read box by box."""
 
     @property
     def shape(self) -> Sequence[int]:
         """Its shape."""
+        raise NotImplementedError
 
     @property
     def dtype(self) -> Any:
         """What its elements are."""
+        raise NotImplementedError
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""
-        ...
+        raise NotImplementedError
 
     def stretches(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
         """Return the bytes of local files that a box of it is made of; None if there are none."""
@@ -370,7 +371,9 @@ def collect(
             if held is None and 0 in size:  # which no rank may have any origin of
                 held = empty_tensor(box, properties.dtype)
             elif held is None:
-                held = holders[source, start] = _holder(find(source, start))
+                value = flat.get(source)
+                held = value if isinstance(value, Lazy) else as_tensor(find(source, start))
+                holders[source, start] = held
         except TypeError as error:
             refused[name] = str(error)
             continue
@@ -381,13 +384,6 @@ def collect(
         if why is not None:
             refused[name] = why
     return pieces, values, refused
-
-
-def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements; of arrays that no tensor can share, a copy."""
-    if isinstance(shard, torch.Tensor) or not isinstance(shard, Lazy):
-        return as_tensor(shard)
-    return shard
 
 
 def _misfit(origin: Origin, dtype: str) -> str | None:

@@ -53,8 +53,13 @@ class ReadStats:
     unverified: int = 0
 
     def __add__(self, other: ReadStats) -> ReadStats:
-        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
-        return ReadStats(*(mine + theirs for mine, theirs in pairs))
+        return ReadStats(
+            self.bytes_needed + other.bytes_needed,
+            self.bytes_read + other.bytes_read,
+            self.requests + other.requests,
+            self.verified + other.verified,
+            self.unverified + other.unverified,
+        )
 
 
 class Reader:

@@ -7,6 +7,7 @@ one is written. Boxes that are asked for in another order are read all the same,
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -167,7 +168,7 @@ class Ahead:
         found = None if future is None else future.result().pop(box, None)
         if found is None:  # it was asked for out of turn, or once more
             found = self._fetch([box], *read_boxes(self._reader.metadata, [box]))[box]
-        self._deliver(box)
+        self._deliver(box, self._nbytes(box))
         return found
 
     def stretches(self, box: Box) -> Block | None:
@@ -201,13 +202,14 @@ class Ahead:
     def _copied(self, number: int) -> None:
         nbytes = int(self._plan.nbytes[number])
         self._count(ReadStats(nbytes, nbytes, len(self._plan.rows(number))))
-        self._deliver(self._plan.boxes[number])
+        self._deliver(self._plan.boxes[number], nbytes)
 
-    def _deliver(self, box: Box) -> None:
-        self._delivered(self._nbytes(box))
+    def _deliver(self, box: Box, nbytes: int) -> None:
+        self._delivered(nbytes)
         with self._lock:
-            complete = self._waiting == {box}
+            had = box in self._waiting
             self._waiting.discard(box)
+            complete = had and not self._waiting
         if complete:
             self._last()
 
@@ -262,7 +264,7 @@ class Ahead:
         return entries.props[int(entries.prop[entries.row_of[box.name]])].dtype
 
     def _nbytes(self, box: Box) -> int:
-        return int(np.prod(box.sizes, dtype=np.int64)) * itemsize(self._dtype(box))
+        return math.prod(box.sizes) * itemsize(self._dtype(box))
 
     def _count(self, new: ReadStats) -> None:
         with self._lock:

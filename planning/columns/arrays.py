@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
@@ -53,7 +54,9 @@ def column(values: npt.ArrayLike, *shape: int) -> Ints:
 def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) -> Ints:
     """Return rows of different lengths as one array, padded with ``value``."""
     axes = max(map(len, rows), default=0) if width is None else width
-    return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
+    fill = [value] * axes
+    numbers = chain.from_iterable(chain(row, fill[len(row) :]) for row in rows)
+    return readonly(np.fromiter(numbers, np.int64).reshape(len(rows), axes))
 
 
 def pad(columns: Ints, axes: int, value: int) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..plans import SavePlan
 from ..records import TensorProperties
 from .arrays import Ints, column, padded
 from .frames import SourceFrame
-from .items import Catalog, WriteItems
+from .items import Catalog, Head, WriteItems
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -276,6 +276,7 @@ def stable_order(keys: Ints, count: int) -> Any:
 
 # What ranks must agree on: whether it is a tensor, its dtype, its shape.
 _Variant = tuple[bool, str, tuple[int, ...]]
+_Sides = dict[str, dict[_Variant, list[tuple[int, int]]]]
 
 
 @attrs.frozen(eq=False)
@@ -295,22 +296,22 @@ class _Table:
 def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     """Number all names, in sorted order, and find those on which ranks disagree."""
     which, catalogs, used = _distinct_catalogs(plans)
-    variants: dict[str, dict[_Variant, list[tuple[int, int]]]] = {}
-    properties: dict[str, TensorProperties | None] = {}
-    sources: dict[str, str] = {}
-    mixed = False
-    for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
+    first: dict[str, Head] = {}  # per name, its row; of rows that agree, that of least properties
+    disputed, mixed = set[str](), False
+    for catalog, mask in zip(catalogs, used, strict=True):
         for row in np.flatnonzero(mask).tolist():
-            name, source, _, props, size = catalog.heads[row]
-            mixed |= sources.setdefault(name, source) != source
-            variant = (props is None, "" if props is None else props.dtype, size)
-            variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
-            known = properties.setdefault(name, props)
-            if known is not props and known and props and props < known:
-                properties[name] = props
-    names = tuple(sorted(variants))
-    shapes = tuple(next(iter(variants[name]))[2] for name in names)
-    issues = list(_conflicts(variants, which, plans))
+            head = catalog.heads[row]
+            known = first.setdefault(head.name, head)
+            if known is head:
+                continue
+            mixed |= known.source != head.source
+            if _variant(known) != _variant(head):
+                disputed.add(head.name)
+            elif known.properties and head.properties and head.properties < known.properties:
+                first[head.name] = head
+    names = tuple(sorted(first))
+    shapes = tuple(first[name].size for name in names)
+    issues = list(_conflicts(_sides(disputed, catalogs, used), which, plans))
     faults = {shape: shape_fault(shape) for shape in set(shapes)}
     issues += [
         Issue("too_large", name, f"`{name}` {faults[shape]}")
@@ -319,8 +320,10 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     ]
     number_of = {name: n for n, name in enumerate(names)}
     numbering = [column([number_of.get(name, -1) for name in c.names]) for c in catalogs]
-    distinct = tuple(sorted({p for p in properties.values() if p is not None}))
-    prop = column([-1 if (p := properties[n]) is None else distinct.index(p) for n in names])
+    kinds = [first[name].properties for name in names]
+    distinct = tuple(sorted({p for p in kinds if p is not None}))
+    place = {p: n for n, p in enumerate(distinct)}
+    prop = column([-1 if p is None else place[p] for p in kinds])
     return _Table(names, distinct, prop, shapes, tuple(issues), which, numbering, mixed)
 
 
@@ -339,13 +342,31 @@ def _distinct_catalogs(
     return which, catalogs, used
 
 
+def _variant(head: Head) -> _Variant:
+    """Return what ranks must agree on: whether it is a value, its dtype and its global shape."""
+    props = head.properties
+    return props is None, "" if props is None else props.dtype, head.size
+
+
+def _sides(
+    disputed: Collection[str], catalogs: list[Catalog], used: list[npt.NDArray[np.bool_]]
+) -> _Sides:
+    """Return, per variant of each disputed name, the catalogs and rows that have it."""
+    sides: _Sides = {name: {} for name in sorted(disputed)}
+    for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
+        for row in np.flatnonzero(mask).tolist() if disputed else ():
+            head = catalog.heads[row]
+            if head.name in sides:
+                sides[head.name].setdefault(_variant(head), []).append((number, row))
+    return sides
+
+
 def _conflicts(
-    variants: dict[str, dict[_Variant, list[tuple[int, int]]]],
+    disputed: _Sides,
     which: list[int],
     plans: list[WriteItems],
 ) -> Iterator[Issue]:
     """Describe each side of a disagreement, with its ranks."""
-    disputed = {name: sides for name, sides in sorted(variants.items()) if len(sides) > 1}
     if not disputed:
         return
     ranks_of = [np.flatnonzero(np.equal(which, number)) for number in range(max(which) + 1)]

@@ -34,6 +34,7 @@ Rule = Literal["colwise", "rowwise", "replicate"] | int
 """How tensor parallelism cuts a parameter: torch's name for it, or the axis to cut."""
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_STATE = "optimizer.state."
 _EXPERT = re.compile(r"(.*(?:^|\.)experts)\.(\d+)\.")
 
 
@@ -127,7 +128,7 @@ def pipeline(
     ``stages`` are the patterns of names that each coordinate of the axis holds; a name that several
     stages match is tied, and held by all of them. Without them, numbered layers (``layers.7.``) are
     spread evenly, in order; names before the first layer go to the first stage, names after it to
-    the last.
+    the last. Adam's state goes with its parameter.
 
     >>> params = {"embed": (9, 4), "layers.0.w": (4, 4), "layers.1.w": (4, 4), "head": (9, 4)}
     >>> specs = pipeline(params, Mesh(pp=2))
@@ -202,12 +203,12 @@ def adam(params: Params) -> Specs:
     state: dict[str, TensorSpec] = {}
     for name, spec in specs.items():
         moment = attrs.evolve(spec, dtype="float32")
-        state[f"optimizer.state.{name}.exp_avg"] = moment
-        state[f"optimizer.state.{name}.exp_avg_sq"] = moment
+        state[f"{_STATE}{name}.exp_avg"] = moment
+        state[f"{_STATE}{name}.exp_avg_sq"] = moment
         where = [p if isinstance(p, Only) else Replicate() for p in spec.placements]
         everywhere = Replicate() in where and len(set(where)) == 1
         step = TensorSpec((), "float32", () if everywhere else where)
-        state[f"optimizer.state.{name}.step"] = step
+        state[f"{_STATE}{name}.step"] = step
     return FrozenDict({**specs, **state})
 
 
@@ -266,8 +267,10 @@ def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
     other = 0
     for name in names:
         if name in layer_of:
-            other = stages - 1
-        at[name] = [stage_of[layer_of[name]] if name in layer_of else other]
+            at[name], other = [stage_of[layer_of[name]]], stages - 1
+        else:  # the state of a parameter follows it
+            param = name.removeprefix(_STATE).rpartition(".")[0]
+            at[name] = at.get(param, [other])
     return at
 
 

@@ -232,6 +232,7 @@ def permute(pattern: str, order: Sequence[int], *, required: bool = True) -> Ste
     ((2, 4), (4, 2))
     """
     axes = _wholes("permute: the order", order)
+    axes = tuple(axis + len(axes) if axis < 0 else axis for axis in axes)
     if sorted(axes) != list(range(len(axes))):
         raise ValueError(f"permute: {axes} must name each axis from 0 to {len(axes) - 1} once")
 

@@ -26,6 +26,7 @@ from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
 from .names import few
 
 _NESTING: Final = frozenset(["paths", "empty", "nodes"])  # plans' data that passes keep up to date
+_CAPTION: Final = 300  # characters of a pass; a rename of all layers has thousands
 
 
 @attrs.frozen
@@ -73,7 +74,9 @@ class StepTrace(Printed):
             rows.append(("notes", "", "", "", few(self.notes)))
         rows.append(_row("out", self.after, self.after))
         where = "all plans at once" if self.scope == "world" else "each plan"
-        return Table(("", "items", "tensors", "bytes", "names"), rows, f"{self.step}: {where}")
+        return Table(
+            ("", "items", "tensors", "bytes", "names"), rows, f"{_shortened(self.step)}: {where}"
+        )
 
     @property
     def _sheet(self) -> Sheet:
@@ -151,11 +154,19 @@ def traced(
         try:
             after = run_pass(step, now)
         except Exception as error:
-            error.add_note(f"in pass {number} of {len(steps)}: {shown(step)}")
+            error.add_note(f"in pass {number} of {len(steps)}: {_shortened(shown(step))}")
             raise
         traces.append(_trace(shown(step), scope_of(step), now, after))
         now = after
     return now, PlannerTrace(tuple(traces))
+
+
+def _shortened(step: str) -> str:
+    """Return the beginning of a pass's text, up to a whole argument."""
+    if len(step) <= _CAPTION:
+        return step
+    start = step[:_CAPTION]
+    return f"{start.rpartition(', ')[0] or start}, …)"
 
 
 def _trace(

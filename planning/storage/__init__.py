@@ -7,8 +7,8 @@ from ..door import door
 if TYPE_CHECKING:
     from .arrival import key_batches
     from .blocks import (  # isort: skip
-        BLOCK_BYTES, Blocks, ChunkTable, boxes_of, cut_blocks, cut_within, entries_of, find_chunks,
-        group_blocks, locate_reads, reach_of, reads_of, write_tasks,
+        BLOCK_BYTES, Blocks, boxes_of, cut_blocks, cut_within, entries_of, find_chunks,
+        group_blocks, reads_of, write_tasks,
     )  # fmt: skip
     from .copy import (  # isort: skip
         BATCH_BYTES, Box, ComparePlan, CopyBudget, CopyPlan, StoredChunks, begun_chunks,
@@ -21,28 +21,22 @@ if TYPE_CHECKING:
         SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
     )  # fmt: skip
-    from .places import Places, chunk_places
-    from .ranges import (  # isort: skip
-        SMALL, ByteRanges, Requests, byte_ranges, coalesce, fetched, fills_chunks, lies_together,
-        range_axis, steps, whole_blocks,
-    )  # fmt: skip
-    from .retention import Best, Keep, LeftFile, Retained, RunEntry, by_age, retain, retain_files
+    from .places import chunk_places
+    from .ranges import SMALL, ByteRanges, Requests, byte_ranges, coalesce, range_axis
+    from .retention import Best, Keep, LeftFile, RunEntry, by_age, retain, retain_files
     from .shared_files import (  # isort: skip
         FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
     )  # fmt: skip
-    from .shared_reads import (  # isort: skip
-        MOST_PEERS, RUN_BYTES, Audience, Lines, SharedReads, Turns, shared_by_rule,
-        shared_by_transfers, turns_of,
-    )  # fmt: skip
+    from .shared_reads import SharedReads, shared_by_rule, shared_by_transfers, turns_of
     from .wants import (  # isort: skip
-        MOST_READS, SMALL_BYTES, Group, Need, Wants, Way, need_of, plan_bytes, replica_groups,
-        sharing_way, wants_of,
+        MOST_READS, SMALL_BYTES, Need, Wants, Way, need_of, plan_bytes, replica_groups, sharing_way,
+        wants_of,
     )  # fmt: skip
     from .rounds import (  # isort: skip
-        Incoming, Outgoing, ReadRegion, Region, Round, SharedRounds, ValueExchange, ValueRead,
-        shared_rounds, value_exchange, value_reads,
+        Incoming, Outgoing, ReadRegion, Region, Round, ValueRead, shared_rounds, value_exchange,
+        value_reads,
     )  # fmt: skip
-    from .target import Placements, Seen, Target, Traits, plan_target, seen_through
+    from .target import Placements, Seen, Target, plan_target, seen_through
     from .transfer import Exchange, Parcel, ParcelPart, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
         MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_name, file_numbers, number_shards,
@@ -56,8 +50,8 @@ __getattr__, __dir__ = door(
     {
         "arrival": "key_batches",
         "blocks": (
-            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of find_chunks "
-            "group_blocks locate_reads reach_of reads_of write_tasks"
+            "BLOCK_BYTES Blocks boxes_of cut_blocks cut_within entries_of find_chunks "
+            "group_blocks reads_of write_tasks"
         ),
         "copy": (
             "BATCH_BYTES Box ComparePlan CopyBudget CopyPlan StoredChunks begun_chunks "
@@ -68,28 +62,22 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
-        "places": "Places chunk_places",
-        "ranges": (
-            "SMALL ByteRanges Requests byte_ranges coalesce fetched fills_chunks lies_together "
-            "range_axis steps whole_blocks"
-        ),
-        "retention": "Best Keep LeftFile Retained RunEntry by_age retain retain_files",
+        "places": "chunk_places",
+        "ranges": "SMALL ByteRanges Requests byte_ranges coalesce range_axis",
+        "retention": "Best Keep LeftFile RunEntry by_age retain retain_files",
         "shared_files": (
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
-        "shared_reads": (
-            "MOST_PEERS RUN_BYTES Audience Lines SharedReads Turns shared_by_rule "
-            "shared_by_transfers turns_of"
-        ),
+        "shared_reads": "SharedReads shared_by_rule shared_by_transfers turns_of",
         "wants": (
-            "MOST_READS SMALL_BYTES Group Need Wants Way need_of plan_bytes replica_groups "
-            "sharing_way wants_of"
+            "MOST_READS SMALL_BYTES Need Wants Way need_of plan_bytes replica_groups sharing_way "
+            "wants_of"
         ),
         "rounds": (
-            "Incoming Outgoing ReadRegion Region Round SharedRounds ValueExchange ValueRead "
-            "shared_rounds value_exchange value_reads"
+            "Incoming Outgoing ReadRegion Region Round ValueRead shared_rounds value_exchange "
+            "value_reads"
         ),
-        "target": "Placements Seen Target Traits plan_target seen_through",
+        "target": "Placements Seen Target plan_target seen_through",
         "transfer": "Exchange Parcel ParcelPart TransferPlan transfer_plan transfer_rounds",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "

@@ -210,7 +210,7 @@ def cut_within(where: Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> 
     ((0, 1), (2, 2))
     """
     if where.axes is None and (offsets, sizes) == (where.chunk_offsets, where.chunk_sizes):
-        return (where._replace(chunk_offsets=(0,) * len(sizes)),)
+        return (where._replace(chunk_offsets=(0,) * len(sizes)) if any(offsets) else where,)
     return composed(where, Cut(offsets, sizes, None, (0,) * len(sizes), sizes))
 
 

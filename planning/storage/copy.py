@@ -44,7 +44,7 @@ _HELD: Final = 2  # batches of a file: one is written, and another was begun to 
 _SHOWN: Final = 20  # rows of a printed plan
 
 
-@attrs.frozen
+@attrs.frozen(cache_hash=True)
 class Box:
     """A part of a saved tensor."""
 

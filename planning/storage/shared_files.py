@@ -54,7 +54,7 @@ def place_tensors(tensors: Iterable[FileTensor]) -> tuple[FileTensor, ...]:
     """
     at, placed = 0, list[FileTensor]()
     for tensor in sorted(tensors, key=lambda t: (-itemsize(t.dtype), t.name)):
-        placed.append(attrs.evolve(tensor, begin=at))
+        placed.append(FileTensor(tensor.name, tensor.dtype, tensor.shape, at))
         at = placed[-1].end
     return tuple(placed)
 

@@ -98,14 +98,16 @@ def test_a_damaged_latest_is_skipped_with_a_warning_that_names_it(tmp_path):
     texts = " ".join(str(warning.message) for warning in caught)
     assert "step-30" in texts
     assert "step-20" in texts
+    assert {warning.filename for warning in caught} == {__file__}
 
 
 def test_an_unfinished_save_is_skipped_with_a_warning(tmp_path):
     run = Checkpoints(tmp_path, every=10)
     train(run, range(21))
     (tmp_path / "step-20" / "shardplan.json").unlink()
-    with pytest.warns(UserWarning, match="step-20 was not finished"):
+    with pytest.warns(UserWarning, match="step-20 was not finished") as caught:
         assert run.restore(state()) == 11
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_if_all_are_damaged_it_raises_and_does_not_start_anew(tmp_path):

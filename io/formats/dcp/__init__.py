@@ -5,17 +5,9 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .metadata import (
-        FIRST_RANK,
-        METADATA,
-        OWN_EMPTY,
-        OWN_PATHS,
-        pack_path,
-        rank_metadata,
-        unpack_path,
-    )
+    from .metadata import OWN_EMPTY, OWN_PATHS, pack_path, unpack_path
 
 __getattr__, __dir__ = door(
     __name__,
-    {"metadata": "FIRST_RANK METADATA OWN_EMPTY OWN_PATHS pack_path rank_metadata unpack_path"},
+    {"metadata": "OWN_EMPTY OWN_PATHS pack_path unpack_path"},
 )

@@ -6,18 +6,14 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .encoding import decode_manifest
-    from .manifest import find_manifest, read_manifest
-    from .record import MANIFEST, Manifest
-    from .source import NativeSource
-    from .write import NativeWriter
+    from .manifest import find_manifest
+    from .record import MANIFEST
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "write": "NativeWriter",
         "encoding": "decode_manifest",
-        "manifest": "find_manifest read_manifest",
-        "record": "MANIFEST Manifest",
-        "source": "NativeSource",
+        "manifest": "find_manifest",
+        "record": "MANIFEST",
     },
 )

@@ -387,5 +387,5 @@ def explain_name(kind: str) -> str:
         return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
     return (
         f"needs `{kind}`, which is not known to be safe; if you trust it, allow it with "
-        f"torch.serialization.add_safe_globals([{kind}]) and load again"
+        f"torch.serialization.add_safe_globals([{kind}]) and try again"
     )

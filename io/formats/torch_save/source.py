@@ -181,7 +181,8 @@ class TorchSource(Source):
         try:
             return build_value(self._flat[name], self._read_storage)
         except PickleError as error:
-            raise FormatError(self.files[0], f"`{name}` {fault_of(error)}") from None
+            remedy = f"convert leaves it out with drop({name!r}), and restore with keys=[...]"
+            raise FormatError(self.files[0], f"`{name}` {fault_of(error)}; {remedy}") from None
 
     def plain_value(self, name: str) -> Any:
         """Return a non-tensor value that needs no torch; see `Source.plain_value`."""

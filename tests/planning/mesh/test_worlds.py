@@ -592,6 +592,10 @@ def test_a_pipeline_gives_stages_disjoint_keys_that_together_are_all():
     assert "model.embed_tokens.weight" in stages[0]
     assert "lm_head.weight" in stages[2]
     assert "optimizer.state.lm_head.weight.step" in stages[2]
+    late = pipeline(adam(fsdp_tp(params, mesh, LLAMA_TP)), mesh)
+    assert {name: spec.placements[0] for name, spec in late.items()} == {
+        name: spec.placements[0] for name, spec in specs.items()
+    }
     layers = [
         {name.split(".")[2] for name in s if name.startswith("model.layers.")} for s in stages
     ]

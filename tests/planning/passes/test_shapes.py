@@ -34,9 +34,11 @@ from shardplan.planning import (
     trim,
     unstack,
     where,
+    world_pass,
     world_plans,
 )
-from shardplan.planning.passes.base import run_pass, scope_of
+from shardplan.planning.passes.base import Stages, run_pass, scope_of
+from shardplan.planning.sources import with_replicas
 from shardplan.planning.testing.frames import assert_accounted, filled, written
 from shardplan.planning.testing.strategies import meshes, placements, save_plans
 
@@ -300,6 +302,38 @@ def test_a_planner_saves_and_loads_between_any_two_worlds(data):
             assert (values[name] == array).all()
 
 
+@world_pass
+def others_spare_the_first(plans):
+    """Take from the first rank what any other writes too."""
+
+    def same(item):
+        return item.index.fqn, item.tensor_data, item.fill
+
+    elsewhere = {same(item) for plan in plans[1:] for item in plan.items}
+    rest = [item for item in plans[0].items if same(item) not in elsewhere]
+    return attrs.evolve(plans[0], items=rest), *plans[1:]
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_a_load_fills_what_a_world_pass_had_others_write(data):
+    """Wherever it stands among passes that change shapes, pad and trim."""
+    plans, tensors = data.draw(worlds())
+    wanted, passes = tensors, []
+    for number in range(data.draw(st.integers(0, 3))):
+        step, wanted = data.draw(steps(wanted, number))
+        passes.append(step)
+    passes.insert(data.draw(st.integers(0, len(passes))), others_spare_the_first)
+    saved, metadata = global_plan(plans, [*passes, dedup_replicas()])
+    checkpoint, stages = written(saved, tensors), Stages.of(passes, load=True)
+    entering = run_pass(chain(*stages.own), plans)
+    loading = with_replicas(run_pass(chain(*stages.rest), entering), entering)
+    for held, plan in zip(plans, loading, strict=True):
+        values = filled(load_plan(metadata, plan), checkpoint, held)
+        for name, array in held_values(plan, tensors).items():
+            assert (values[name] == array).all()
+
+
 @given(st.data())
 @settings(deadline=None)
 def test_the_inverse_of_a_pass_leads_back(data):
@@ -347,6 +381,7 @@ def test_passes_print_compare_and_have_inverses():
     assert inverse(stack("e.#.w", "e.w", count=2)) == unstack("e.w", "e.#.w", count=2)
     assert inverse(unstack("e.w", "e.#.w", 1)) == stack("e.#.w", "e.w", 1)
     assert inverse(permute("w", (2, 0, 1))) == permute("w", (1, 2, 0))
+    assert permute("w", (-1, 0, -2)) == permute("w", (2, 0, 1))
     assert inverse(reshape("w", (2, -1), of=(6,))) == reshape("w", (6,), of=(2, 3))
     assert inverse(pad("w", to=8, of=5)) == trim("w", to=5, of=8)
     assert inverse(trim("w", to=5, of=8)) == pad("w", to=8, of=5)
@@ -436,6 +471,17 @@ def test_what_was_trimmed_is_stated_in_the_frame_of_the_state_dict():
     assert lost.tensor_data.size == (2, 5)
     (plan,) = run_pass(trim("w", to=1, axis=1), (plan,))
     assert [item.source_chunk.text for item in plan.left_out] == ["0:2, 3:5", "1:2, 0:3"]
+
+
+def test_a_load_leaves_out_what_others_trimmed_in_a_rank_s_place():
+    """Two ranks hold the same; one of them writes it, after a part was left out on both."""
+    plans = run_pass(trim("w", to=4), planned(w=(5,)) * 2)
+    passes = [others_spare_the_first, trim("w", to=3, required=False)]
+    _, metadata = global_plan(plans, passes)
+    for plan in with_replicas(run_pass(chain(passes), plans), plans):
+        assert [(item.index.fqn, item.source_chunk.text) for item in plan.items] == [("w", "0:3")]
+        assert sorted(item.source_chunk.text for item in plan.left_out) == ["3:4", "4:5"]
+        assert load_plan(metadata, plan).items.numel.tolist() == [3]
 
 
 def test_trimming_padding_leaves_nothing_out():

@@ -333,3 +333,12 @@ def test_layers_are_listed_once_and_lines_stay_short():
         [plan_of(**layers)],
     )
     assert "model.layers.#.self_attn.q_proj.weight → q.# (40)" in str(renamed)
+
+
+def test_a_pass_of_thousands_of_characters_begins_its_table_and_is_whole_in_the_record():
+    names = {f"layers.{n}.w": f"model.layers.{n}.weight" for n in range(100)}
+    trace = show(rename(names), [plan_of(**dict.fromkeys(names, ((2,),)))])
+    (step,) = trace.steps
+    assert step.step == repr(rename(names))
+    assert max(map(len, str(trace).splitlines())) < 400
+    assert "1. rename({'layers.0.w': 'model.layers.0.weight', 'layers.1.w'" in str(trace)
