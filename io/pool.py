@@ -227,8 +227,9 @@ def _serve(line: _Line) -> None:
     while True:
         job = line.get()
         if job is None:
-            line.put(None)  # for the other threads
-            if line.qsize() == 1:
+            idle = not line.qsize()
+            line.put(None)  # for the other threads; one that waits may have it at once
+            if idle:
                 return
         elif job.step():
             line.put(job)

@@ -33,6 +33,13 @@ def test_the_pages_have_examples():
         assert parser.get_examples(page.read_text()), page
 
 
+def test_the_oldest_versions_that_the_package_admits_are_named():
+    admitted = re.findall(r'"(torch|numpy|attrs)>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    page = (ROOT / "docs/index.md").read_text().replace("\n", " ")
+    assert len(admitted) == 3
+    assert [name for name, oldest in admitted if f"{name} {oldest}" not in page] == []
+
+
 def test_the_tests_that_the_page_of_guarantees_names_exist():
     named = re.findall(r"`(test_\w+)`", (ROOT / "docs/guarantees.md").read_text())
     text = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))

@@ -28,6 +28,9 @@ __all__ = ["explorer_data"]
 _MOST_READS: Final = 1 << 18  # of plans that do not follow from a mesh
 _MOST_WRITERS: Final = 1 << 19  # parts of all columns of writers
 
+_Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+_Reads = tuple[tuple[_Box, tuple[int, ...]], ...]  # boxes, each with the ranks that read it
+
 
 @attrs.frozen(eq=False)
 class _Case:
@@ -114,9 +117,9 @@ def _writers(writers: Writers | None) -> Writers | None:
 
 
 def _cases_of_loads(metadata: Metadata, plans: Iterable[LoadPlan]) -> list[_Case]:
-    """Return a case per tensor, whose wanted boxes are the reads of all ranks."""
+    """Return cases whose wanted boxes are the reads of all ranks."""
     entries = metadata.state_dict_metadata
-    found: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
+    found: dict[str, dict[_Box, list[int]]] = {}
     count = 0
     for rank, plan in enumerate(plans):
         count += len(plan.items)
@@ -129,12 +132,19 @@ def _cases_of_loads(metadata: Metadata, plans: Iterable[LoadPlan]) -> list[_Case
             at = zip(starts, item.storage_offsets, strict=True)
             box = tuple(start + inside for start, inside in at), tuple(item.lengths)
             found.setdefault(item.storage_index.fqn, {}).setdefault(box, []).append(rank)
-    cases = []
+    alike: dict[tuple[int, _Reads], list[int]] = {}
     for name, boxes in found.items():
         row = entries.row_of[name]
-        axes, each = len(next(iter(boxes))[0]), max(map(len, boxes.values()))
-        offsets, sizes = (column([b[side] for b in boxes], len(boxes), axes) for side in (0, 1))
-        holders = column([[*r, *[-1] * (each - len(r))] for r in boxes.values()], len(boxes), each)
-        tiling = entries.layouts[entries.layout[row]].tiling
-        cases.append(_Case(tiling, Boxes(offsets, sizes), holders, column([row])))
-    return cases
+        reads = tuple((box, tuple(ranks)) for box, ranks in boxes.items())
+        alike.setdefault((int(entries.layout[row]), reads), []).append(row)
+    return [
+        _case_of_reads(entries.layouts[layout].tiling, reads, rows)
+        for (layout, reads), rows in alike.items()
+    ]
+
+
+def _case_of_reads(saved: Tiling, reads: _Reads, rows: list[int]) -> _Case:
+    axes, each = len(reads[0][0][0]), max(len(ranks) for _, ranks in reads)
+    offsets, sizes = (column([box[side] for box, _ in reads], len(reads), axes) for side in (0, 1))
+    holders = [[*ranks, *[-1] * (each - len(ranks))] for _, ranks in reads]
+    return _Case(saved, Boxes(offsets, sizes), column(holders, len(reads), each), column(rows))
