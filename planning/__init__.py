@@ -75,7 +75,7 @@ if TYPE_CHECKING:  # the same names as below, by module
         CostModel, PlanDiff, PlannerTrace, Report, Why, Writers, explain, plan_diff, show, traced,
         why, writers_of,
     )  # fmt: skip
-    from .save import DEFAULT_PASSES, WholePlan, global_plan, local_plan, plan_whole
+    from .save import DEFAULT_PASSES, WholePlan, global_plan, local_plan, plan_flat, plan_whole
     from .sources import dropped_names, with_replicas
     from .storage import (
         Access, BoxReads, ByteRanges, ChunkPlaces, CopyPlan, FetchPlan, Requests, StoredChunks,
@@ -139,7 +139,7 @@ __getattr__, __dir__ = door(
             "CostModel PlanDiff PlannerTrace Report Why Writers explain plan_diff show traced why "
             "writers_of"
         ),
-        "save": "DEFAULT_PASSES WholePlan global_plan local_plan plan_whole",
+        "save": "DEFAULT_PASSES WholePlan global_plan local_plan plan_flat plan_whole",
         "sources": "dropped_names with_replicas",
         "storage": (
             "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "

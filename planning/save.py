@@ -70,7 +70,19 @@ def local_plan(
         PlanError: Two keys flatten to the same name.
         RefusedError: Some values have no correct plan; it names all of them.
     """
-    flat, paths = flatten(sd, whole=whole)
+    return plan_flat(*flatten(sd, whole=whole), nodes_of(sd), mesh=mesh, rank=rank, whole=whole)
+
+
+def plan_flat(
+    flat: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    nodes: Mapping[Path, NodeData],
+    *,
+    mesh: Mesh | None = None,
+    rank: int = 0,
+    whole: Collection[str] = (),
+) -> SavePlan:
+    """Return the `local_plan` of a state dict, given the results of `flatten` and `nodes_of`."""
     names = tuple(sorted(flat))
     each: list[LocalBoxes | None] = []
     refused = []
@@ -90,7 +102,7 @@ def local_plan(
     number = {key: at for at, key in enumerate(kinds)}
     which = column([number[id(here)] for here in each])
     items = WriteItems.of_boxes(map(_boxes_of, kinds.values())).repeated(names, which)
-    data = nesting_data(flat, paths, nodes_of(sd))
+    data = nesting_data(flat, paths, nodes)
     if mesh is None:
         return SavePlan(items, planner_data=data, held=items)
     return SavePlan(items, None, data, rank, len(mesh), items)

@@ -259,9 +259,12 @@ _PLAIN_TYPES: Final = {
 }  # fmt: skip
 
 
-def is_plain_type(kind: type) -> bool:
+def _is_plain_type(kind: type) -> bool:
     """Return True for a class of tensors that are whole, and lie in memory, by its name."""
     return (kind.__module__, kind.__qualname__) in _PLAIN_TYPES
+
+
+is_plain_type: Callable[[type], bool] = cast(Any, lru_cache(maxsize=1024)(_is_plain_type))
 
 
 def is_tensor(value: object) -> bool:

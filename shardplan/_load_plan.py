@@ -35,7 +35,8 @@ from shardplan.planning import (
     flatten,
     global_load_plan,
     load_plan,
-    local_plan,
+    nodes_of,
+    plan_flat,
     read_on,
     share_reads,
     split_reads,
@@ -185,7 +186,7 @@ def _target(call: LoadCall, metadata: Metadata) -> LoadTarget:
     whole = whole_names(flat, paths, metadata)
     if whole:
         flat, paths = flatten(state, whole=whole)
-    plan = local_plan(state, whole=whole)
+    plan = plan_flat(flat, paths, nodes_of(state), whole=whole)
     plan = attrs.evolve(plan, rank=call.comm.rank, world_size=call.comm.world_size)
     ran = run_passes(call.stages.own, (plan,), trace=call.trace)
     return LoadTarget(state, flat, paths, whole, ran.plans[0], ran.trace)

@@ -63,7 +63,7 @@ def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> d
     """
     known = metadata.state_dict_metadata
     heads = plan.items.catalog.heads
-    absent = {head.name for head in heads if head.name not in known}
+    absent = set(plan.items.catalog.names) - known.row_of.keys()
     if not absent:
         return {}
     places = {head.source: _place(flat.get(head.source)) for head in heads}
@@ -101,6 +101,8 @@ def blanks(
     Those that share their storage, as tied weights do, share the new memory. Those of which this
     rank has no elements are replaced too, so that no rank is left with a tensor on the meta device.
     """
+    if not any(map(_is_meta, flat.values())):
+        return {}
     made: dict[Hashable, Any] = {}
     reads, device = plan.items, torch.get_default_device()
     device = torch.device("cpu") if device.type == "meta" else device

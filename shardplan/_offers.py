@@ -27,7 +27,8 @@ from shardplan.planning import (
     fingerprint,
     flatten,
     is_tensor,
-    local_plan,
+    nodes_of,
+    plan_flat,
     table_tag,
     tag_of_parts,
 )
@@ -131,7 +132,7 @@ class Local(Generic[T]):
     @cached_property
     def own(self) -> SavePlan:
         """The plan before any pass."""
-        plan = local_plan(self.begun.sd)
+        plan = plan_flat(*self.flattened, nodes_of(self.begun.sd))
         return attrs.evolve(plan, rank=self.comm.rank, world_size=self.comm.world_size)
 
     @cached_property

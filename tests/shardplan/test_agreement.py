@@ -291,7 +291,7 @@ def test_a_save_with_a_known_plan_plans_nothing_and_still_compares(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a plan was made")
 
-    monkeypatch.setattr("shardplan._offers.local_plan", never)
+    monkeypatch.setattr("shardplan._offers.plan_flat", never)
     assert saves.save(lambda rank: {"w": torch.ones(2), "s": 8})[0] == "cached"
     with pytest.raises(CheckpointError, match="`s` differs"):
         saves.save(lambda rank: {"w": torch.ones(2), "s": rank})
