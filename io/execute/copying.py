@@ -183,13 +183,14 @@ class FileContents:
             StoppedError: The `Pool.map` that this is a part of has failed.
         """
         contents = self._describe(True)
-        blocks, seals = _place(contents)
-        made = any(isinstance(part, Deferred) for one in blocks for part in one.block.parts)
-        tasks = write_tasks(column([one.block.nbytes for one in blocks]))
+        every = [block for one in contents if isinstance(one, Content) for block in one.blocks]
+        made = any(isinstance(part, Deferred) for block in every for part in block.parts)
+        tasks = write_tasks(column([block.nbytes for block in every]))
         threads = min(self._threads, len(tasks))
         if made or threads < 2:  # what must be made is read ahead, in order
             _write_in_order(fd, contents)
             return
+        blocks, seals = _place(contents)
         with Pool(max_workers=threads) as pool:
             written = pool.map(partial(_write_blocks, fd), [blocks[i:j] for i, j in tasks])
         crcs = [crc for one in written for crc in one]
