@@ -140,7 +140,9 @@ class Pool:
         """
         with self._room, suppress(RuntimeError):  # no more threads, or the interpreter is exiting
             while len(self._threads) < count:
-                thread = threading.Thread(target=_serve, args=(self._line,), daemon=True)
+                thread = threading.Thread(
+                    target=_serve, args=(self._line,), name="shardplan-pool", daemon=True
+                )
                 thread.start()
                 self._threads.append(thread)
         return bool(self._threads)

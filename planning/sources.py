@@ -171,11 +171,11 @@ def with_replicas(
     moved, left_out = [_without_fills(plan.items) for plan in plans], _left_out_by(plans)
     every = (shares, had, lost, _accounted(plans), moved, left_out)
     share, old, gone, new, own, out = (_Sourced.of(plans, items) for items in every)
-    movers, leavers = own.distinct(), out.distinct()
-    known, completed = movers.keys() | leavers.keys(), []
-    for rank, plan in enumerate(plans):
-        has, takes = old.elements(rank), new.elements(rank)
-        lacking = {n for n in has.keys() & known if takes.get(n, 0) < has[n]}
+    known = set[int]().union(*(distinct(n).tolist() for n in [*own.source, *out.source]))
+    lacks = [_fewer(new.elements(rank), old.elements(rank)) & known for rank in range(len(plans))]
+    movers, leavers = (some.distinct(set[int]().union(*lacks)) for some in (own, out))
+    completed = []
+    for rank, (plan, lacking) in enumerate(zip(plans, lacks, strict=True)):
         if lacking:
             wanted = [(n, shard) for n, shard in share.pairs(rank) if n in lacking]
             items = [item for n, item in own.pairs(rank) if n not in lacking]
@@ -186,6 +186,11 @@ def with_replicas(
             plan = attrs.evolve(plan, items=items, left_out=WriteItems.of(rest) if rest else None)
         completed.append(plan)
     return tuple(completed)
+
+
+def _fewer(counts: Mapping[int, int], than: Mapping[int, int]) -> set[int]:
+    """Return the keys with a smaller count than another mapping has."""
+    return {n for n, count in than.items() if counts.get(n, 0) < count}
 
 
 def _left_out_by(plans: Iterable[SavePlan]) -> list[WriteItems]:
@@ -215,12 +220,13 @@ class _Sourced:
         counts = np.bincount(self.source[rank] + 1, weights)[1:]
         return {n: int(counts[n]) for n in np.flatnonzero(counts).tolist()}
 
-    def distinct(self) -> Mapping[int, Collection[WriteItem]]:
-        """Return the distinct items of all ranks, by source."""
+    def distinct(self, sources: Collection[int]) -> Mapping[int, Collection[WriteItem]]:
+        """Return the distinct items of all ranks that have one of some sources, by source."""
         found: dict[int, dict[Any, WriteItem]] = {}
-        for rank in range(len(self.items)):
+        for rank in range(len(self.items) if sources else 0):
             for number, item in self.pairs(rank):
-                found.setdefault(number, {})[item.index, item.tensor_data] = item
+                if number in sources:
+                    found.setdefault(number, {})[item.index, item.tensor_data] = item
         return {number: items.values() for number, items in found.items()}
 
 

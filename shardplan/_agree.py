@@ -1,4 +1,4 @@
-"""Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
+"""Agree on one plan for a save, on all ranks, in the cheapest safe way.
 
 Every rank offers fingerprints of its plan and its values; the coordinator compares them
 (`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one
@@ -228,7 +228,7 @@ class _Planning:
 
 
 def _collected(sent: list[bytes]) -> bytes:
-    """Put together which description each rank has, and each distinct one."""
+    """Collect the distinct descriptions, and which of them each rank has."""
     tags = [data[:_TAG].decode() for data in sent]
     number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
     known = [zlib.decompress(sent[tags.index(tag)][_TAG:]) for tag in number]

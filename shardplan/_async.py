@@ -22,6 +22,7 @@ from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan, listed
 
 from ._comm import JobComm, as_comm, place_of
+from ._incremental import base_of
 from ._line import Line
 from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
@@ -110,6 +111,7 @@ def async_save(
     trace: bool = False,
     process: bool = False,
     overlap: bool = False,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> SaveFuture:
     """Copy a state dict, and save the copy in the background.
 
@@ -146,6 +148,7 @@ def async_save(
         process: Whether a process writes instead of a thread. The path must be one that another
             process can open: not ``memory://``.
         overlap: Whether to return before the tensors are copied; see above.
+        base: As in `save`.
 
     Returns:
         A future of the report. Its ``result()`` raises errors that occur after the copy.
@@ -170,6 +173,7 @@ def async_save(
     start = time.perf_counter()
     future, watch = SaveFuture(place_name(path)), Stopwatch()
     options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache, trace)
+    options = attrs.evolve(options, base=base_of(base, format))
     with saver.lock:
         ranks = _job.held if comm is None else comm
         try:

@@ -222,9 +222,9 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def _as_sum(checkpoint: object) -> tuple[tuple[Source, ...], Expression]:
-    """Return a checkpoint as a sum, and the checkpoints of which it is one."""
+    """Return the checkpoints that a checkpoint adds up, at least itself, and how."""
     if not isinstance(checkpoint, Checkpoint):
-        text = f"a sum is one of open checkpoints, not of a {type(checkpoint).__name__}"
+        text = f"expected an open checkpoint, not a {type(checkpoint).__name__}"
         raise TypeError(f"{text}; pass what open_checkpoint returns")
     source = source_of(checkpoint)
     if source.expression is not None:
@@ -237,8 +237,8 @@ def source_of(checkpoint: Checkpoint) -> Source:
     source = checkpoint.reader.source
     if checkpoint.is_seen or source.quantized:
         raise ValueError(
-            f"{source.store.url} was opened with a planner, and can neither be added nor converted "
-            "so: open it without one, or convert it with that planner first"
+            f"{source.store.url} was opened with a planner, so it cannot be added or converted; "
+            "open it without one, or convert it with that planner first"
         )
     return source
 
@@ -309,7 +309,7 @@ class SavedTensor(Lazy):
     def item(self) -> Any:
         """Return its only element as a Python number."""
         if self.size != 1:
-            raise TypeError(f"`{self.name}` has {self.size:,} elements: only one can be a number")
+            raise TypeError(f"`{self.name}` has {self.size:,} elements, not one; index it first")
         return self.read().item()
 
     def __float__(self) -> float:
@@ -333,7 +333,7 @@ class SavedTensor(Lazy):
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("elements of a checkpoint can only be read into a copy")
+            raise ValueError("elements are read from files, so copy=False is not possible")
         try:
             return to_numpy(self.read(), dtype)
         except TypeError as error:
@@ -459,19 +459,19 @@ class SeenTensor(SavedTensor):
 
 @attrs.frozen
 class _Source:
-    """A box of a saved tensor, what that is stored as, and the box of another that it becomes."""
+    """A box of a saved tensor, its stored dtype, and the box of another tensor that it becomes."""
 
     box: Box
     dtype: str
     cut: Cut
 
     def is_plain(self, dtype: str) -> bool:
-        """Whether it becomes that as it is."""
+        """Whether its elements are used unchanged."""
         return self.cut.axes is None and self.dtype == dtype
 
 
 def refuse_saved(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a state dict; raise if tensors of it lie in a checkpoint.
+    """Return a state dict as it is; refuse tensors that lie in a checkpoint.
 
     A save would read them block by block, and chunks of the checkpoint that are cut differently
     could not be checked: damage would be given new checksums that fit.

@@ -140,7 +140,7 @@ def _blocks(piece: Piece) -> Iterator[tuple[Box, memoryview]]:
 
 
 def _of_checkpoint(contents: Any, comm: Comm) -> Iterator[tuple[str, _Held]]:
-    """Hash this rank's share of a checkpoint: every so many-th block; values on the coordinator."""
+    """Hash this rank's share of a checkpoint: every n-th block; the coordinator, values too."""
     checkpoint, number = open_checkpoint(contents), 0
     for name in checkpoint:
         saved = checkpoint[name]
@@ -230,4 +230,4 @@ def _gaps(
         held = sum(math.prod(sizes) for _, sizes in sums[name])
         if dtype and held != math.prod(shape):
             text = f"the chunks of `{name}` have {held:,} of its {math.prod(shape):,} elements"
-            yield Issue("gap", name, f"{text}: all ranks that hold any must take part")
+            yield Issue("gap", name, f"{text}: every rank that holds a part must call this")

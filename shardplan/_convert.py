@@ -73,8 +73,8 @@ class ConvertReport(Timed):
         verified: How many chunks of the old one were found to fit their checksums.
         seconds: This process's seconds by phase: open, plan, write, commit.
         left_out: Names of values that the format cannot carry.
-        tied: Names that share another's elements, and those others. Some formats store them once.
-        notes: What was odd about the old checkpoint, and yet no error.
+        tied: Names of tied tensors, each with the name that it shares; some formats store one.
+        notes: Oddities of the old checkpoint that are not errors.
         leftovers: Files of the checkpoint that was replaced which could not be removed.
         dropped: Names in the old checkpoint of what the planner left out.
         trace: What each pass of the planner did, with ``trace=True``.
@@ -138,7 +138,7 @@ def convert(
     pool: Pool | None = None,
     trace: bool = False,
 ) -> ConvertReport:
-    """Make a checkpoint of another one, of any format and sharding, in bounded memory.
+    """Convert a checkpoint to any format and sharding, in bounded memory.
 
     The new checkpoint exists whole or not at all: if this is killed, call it again. If there are
     several processes, each writes some of the files, and one commits.
@@ -157,7 +157,7 @@ def convert(
             pattern of names: the first that fits counts, and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
         max_memory: The most bytes to use beside Python and torch, such as ``"2GiB"``; 128 MiB at
-            least, and 64 MiB more for each of the two that is in an object store.
+            least, and 64 MiB more for each of ``src`` and ``dst`` that is in an object store.
         overwrite: Whether a checkpoint that is there may be replaced.
         max_shard_size: The most bytes of a file, such as ``"5GB"``; a larger tensor has a file to
             itself. Not for a mesh, nor for ``"torch"``.
@@ -276,7 +276,7 @@ def _opened(call: _Call) -> Source:
 
 
 def _digest(target: Target) -> str:
-    """Return a text that differs if what will be written does."""
+    """Return a digest of what will be written."""
     prints = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
     return hashlib.blake2b(" ".join(prints).encode(), digest_size=6).hexdigest()
 
@@ -337,15 +337,15 @@ class _AgreedConversion:
 
 
 def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
-    """Divide the memory, given what stores hold of bytes on their way; refuse too little."""
+    """Divide the memory, given what object stores buffer to read and write; refuse too little."""
     staging = reading + writing
     least = _LEAST_MEMORY + staging
     if max_memory < least:
         stores = f", and {human_bytes(staging)} for parts on their way to or from object stores"
         raise ValueError(
-            f"max_memory is {human_bytes(max_memory)}, and this conversion needs "
-            f"{human_bytes(least)} at least: blocks of the file that it writes, and those that it "
-            f"reads meanwhile{stores if staging else ''}"
+            f"max_memory is {human_bytes(max_memory)}, but this conversion needs "
+            f"{human_bytes(least)}, for the blocks that it reads and writes at a time"
+            f"{stores if staging else ''}"
         )
     files = (os.cpu_count() or 1) + 2  # more files at once gain nothing
     return copy_budget(max_memory, read_staging=reading, write_staging=writing, max_files=files)
@@ -378,13 +378,13 @@ def _refuse_same(source: Source, target: Store, file: str | None) -> None:
 
 
 def _real(url: str) -> str:
-    """Return the place that a store's address means, whatever links lead there."""
+    """Return the address of a store, with links resolved."""
     return url.rstrip("/") if "://" in url else os.path.realpath(url)
 
 
 @contextmanager
 def _pointing_at_verify(source: Source) -> Iterator[None]:
-    """Say how to see all damage: a conversion ends at the first that is found."""
+    """Point to `verify` in errors: a conversion ends at the first damage that it finds."""
     try:
         yield
     except FormatError as error:

@@ -19,9 +19,18 @@ from shardplan.planning.storage import plan_bytes, value_reads, without_other_ra
 
 from ._arrivals import LoadFuture, load_later, read_by_key
 from ._comm import JobComm, as_comm, counting
+from ._content_hash import content_hash
 from ._load_plan import LoadCall, PlannedLoad, open_reader, plan_alone, plan_together, share_reading
 from ._read import Outcome, naming_place, read_anew, read_rank, read_shared, touching, values_read
-from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
+from ._report import (
+    LoadReport,
+    RankReport,
+    Stopwatch,
+    logged,
+    place_name,
+    rank_report,
+    slowest_ranks,
+)
 from ._state import State, give_back, put, refilled, unpart
 
 
@@ -41,6 +50,7 @@ def load(
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     trace: bool = False,
+    expect: str | None = None,
     background: Literal[False] = False,
 ) -> LoadReport: ...
 @overload
@@ -59,6 +69,7 @@ def load(
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     trace: bool = False,
+    expect: None = None,
     background: Literal[True],
 ) -> LoadFuture: ...
 def load(
@@ -76,6 +87,7 @@ def load(
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     trace: bool = False,
+    expect: str | None = None,
     background: bool = False,
 ) -> LoadReport | LoadFuture:
     """Fill a state dict from a checkpoint, in place.
@@ -109,14 +121,16 @@ def load(
         pool: The threads and the memory budget to use.
         trace: Whether to report what each pass of ``planner`` does, as in `save`; passes that are
             skipped do not appear.
+        expect: What `content_hash` of the state dict must be once it is filled, as the side that
+            saved it computed it. It costs a pass over all tensors. Not with ``background``.
         background: Whether to return once all is planned, and read in a thread. The result is then
             a future of the report, and ``future["model.w"]`` one of that tensor: done as soon as it
             is filled, and the chunks of it that this rank reads whole are verified. Tensors arrive
-            in the order of the state dict, and all at the end if ranks read for each other. Values
-            and the state of objects are in their places once the load is done. Until then, nothing
-            else may use the state dict, but tensors that have arrived. A default ``comm`` is a new
-            one, over own connections. Errors that come after planning are those of the future. A
-            checkpoint that is overwritten meanwhile is not read anew.
+            in the order of the state dict, or all at the end if ranks read for each other. Values
+            and the state of objects are in their places once the load is done. Until then, use
+            nothing of the state dict but the tensors that have arrived. The default ``comm`` has
+            connections of its own. Errors after planning are raised by the future. Reading
+            does not start again if the checkpoint is overwritten meanwhile.
 
     Returns:
         What did not fit, what was read, and how long it took, by phase and by rank; with
@@ -136,7 +150,8 @@ def load(
 
     Raises:
         PlanError: Something that must be filled cannot be; nothing was changed.
-        FormatError: The checkpoint is damaged; ``filled`` and ``touched`` say what was changed.
+        FormatError: The checkpoint is damaged, or not the one that ``expect`` says; ``filled`` and
+            ``touched`` say what was changed.
         LoadError: Anything else stopped the load half way; it says what was changed, too.
         StoreError: The checkpoint cannot be read at all; nothing was changed.
         CheckpointError: On many ranks, any of these; it says what happened on which rank, and its
@@ -146,6 +161,8 @@ def load(
     comm = JobComm().take() if background and comm is None else as_comm(comm)
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
+    if background and expect is not None:
+        raise ValueError("expect needs all tensors: compare content_hash once the future is done")
     watch, reading = Stopwatch(), reading_of(planner)
     call = LoadCall(
         state_dict,
@@ -172,6 +189,9 @@ def load(
         )
     else:
         report = _finish(call, _planned(call))
+    if expect is not None and (found := content_hash(state_dict, comm=comm)) != expect:
+        reason = f"it was loaded, and its content hash is {found}, not {expect} as expected"
+        raise FormatError(place_name(path), reason)
     return logged(report, path, loud=comm.rank == comm.coordinator)
 
 

@@ -232,7 +232,7 @@ def _plan_reads(call: LoadCall, opened: Opened, target: LoadTarget) -> PlannedLo
 
 
 def plan_together(call: LoadCall) -> PlannedLoad:
-    """Plan a load on all ranks, and raise on all alike what is wrong with what they want."""
+    """Plan a load on all ranks; if something does not fit, raise the same error on all."""
     comm, verdict = call.comm, partial(_verdict, call)
     with call.watch.phase("exchange"):
         if call.stages.rest:

@@ -26,6 +26,7 @@ from shardplan.planning.storage import Best, Keep, RunEntry, by_age, retain
 
 from ._async import SaveFuture, async_save
 from ._comm import as_comm
+from ._incremental import base_of, run_base
 from ._load import load
 from ._report import LOG, SaveReport
 from ._retention import is_whole, look_at, made
@@ -68,6 +69,8 @@ class Checkpoints:
         planner: As in `save`; also used to load.
         format: ``"safetensors"``, ``"dcp"``, or another format that holds values in a folder.
         comm: The ranks; by default all of torch's process group, or this process alone.
+        incremental: Whether each save shares files with the newest checkpoint, where most of a file
+            is unchanged, instead of writing them: see ``base`` of `shardplan.save`.
         on_sigterm: Whether SIGTERM asks for a save after the current step. The process goes on
             after the signal: end the loop when `stopping` is true. Call from the main thread.
 
@@ -95,6 +98,7 @@ class Checkpoints:
         planner: Passes[SavePlan] | None = None,
         format: str = "safetensors",
         comm: Comm | None = None,
+        incremental: bool = False,
         on_sigterm: bool = False,
     ) -> None:
         for what, number in (("every", every), ("seconds", seconds)):
@@ -112,10 +116,12 @@ class Checkpoints:
             )
         if comm is not None and background and (seconds is not None or on_sigterm):
             raise ValueError(
-                "a background save has the comm for itself, and seconds= and on_sigterm= need one "
-                "at every step; pass background=False, or no comm"
+                "background saves use the comm at any time, but seconds= and on_sigterm= need it "
+                "at every step; pass background=False, or leave comm out"
             )
         self._store = open_store(folder)
+        self._base = run_base(self._store, self._newest) if incremental else None
+        base_of(self._base, format)
         self._every, self._seconds, self._keep = every, seconds, keep or Keep(last=3)
         self._background, self._planner = background, planner
         self._format, self._comm = format, comm
@@ -179,12 +185,18 @@ class Checkpoints:
 
     def _save(self, state_dict: State, target: Store) -> SaveFuture | SaveReport:
         options: dict[str, Any] = {"planner": self._planner, "format": self._format}
-        options |= {"comm": self._comm, "overwrite": True}
+        options |= {"comm": self._comm, "overwrite": True, "base": self._base}
         if not self._background:
             return save(state_dict, target, **options)
         process = self._background == "process"
         self._future = async_save(state_dict, target, process=process, **options)
         return self._future
+
+    def _newest(self) -> str:
+        """Return the folder of the newest checkpoint; empty if there is none."""
+        folders = [folder for folder in _folders(self._store) if folder.state == "committed"]
+        entries = by_age(RunEntry(folder.name, folder.created) for folder in folders)
+        return entries[-1].name if entries else ""
 
     def _reason(self, step: int, force: bool) -> str | None:
         """Return why to save now, the same on all ranks; None if there is no reason."""

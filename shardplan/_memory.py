@@ -50,7 +50,7 @@ _Key = tuple[str, tuple[int, ...]]  # a tensor's name in the state dict, where i
 
 
 def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> dict[str, str]:
-    """Map tensors that are not in a checkpoint to the one there with which they share memory.
+    """Map tensors missing from a checkpoint to saved ones that share their memory.
 
     Many tools store tied weights once, under one of their names.
 
@@ -98,8 +98,8 @@ def blanks(
 ) -> dict[str, Any]:
     """Make memory for the tensors on the meta device that a load fills, by name.
 
-    Those that share their storage, as tied weights do, share the new memory. Those of which this
-    rank has no elements are replaced too, so that no rank is left with a tensor on the meta device.
+    Those that share their storage, as tied weights do, share the new memory. Those without elements
+    on this rank are replaced too, so that no rank is left with a tensor on the meta device.
     """
     if not any(map(_is_meta, flat.values())):
         return {}
@@ -149,7 +149,7 @@ def blank_like(value: Any, device: Any) -> torch.Tensor:
 
 
 def _is_meta(value: Any) -> bool:
-    """Return True for a tensor on the meta device; a ShardedTensor cannot always tell."""
+    """Return True for a tensor on the meta device; a ShardedTensor may not have a device."""
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
@@ -192,8 +192,8 @@ def refuse_unfillable(
         elif is_stateful(last):
             refused[name] = (
                 f"is on the meta device in a {type(last).__name__}, which cannot be filled; call "
-                'to_empty(device="cpu") on that first, or load its state_dict() and hand this over '
-                "with load_state_dict(..., assign=True)"
+                'to_empty(device="cpu") on it first, or load its state_dict() and pass that to '
+                "load_state_dict(..., assign=True)"
             )
     if refused:
         raise ValueRefusedError(refused)
@@ -413,7 +413,7 @@ def resize(
                 "the number of ranks, which returns this rank's value; strict=False leaves what "
                 "is there"
                 if merge is None
-                else "of a file of torch.save only one rank reads it: convert the file first"
+                else "only one rank reads a torch.save file: convert it to another format first"
             )
             text = f"`{saved.name}` was saved by each of {saved.ranks} ranks, and is loaded on"
             reason = f"{text} {place.ranks}; {remedy}"

@@ -22,6 +22,7 @@ from shardplan.io import (
     BlockSums,
     FormatError,
     LoadError,
+    Pool,
     Progress,
     ProgressCallback,
     StoredValue,
@@ -35,7 +36,8 @@ from shardplan.io import (
     torch,
 )
 from shardplan.io.execute import Reader, ReadStats
-from shardplan.io.stores import StoreError
+from shardplan.io.formats import open_source
+from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
 from shardplan.planning.columns import Ints, ReadItems, distinct, row_tuples
 from shardplan.planning.storage import (
@@ -57,9 +59,10 @@ from shardplan.planning.storage import (
 )
 
 from ._report import LOG, place_name
-from ._verify import ATTEMPTS, is_another
 
 T = TypeVar("T")
+ATTEMPTS: Final = 16
+"""How often to begin anew with a checkpoint that is overwritten again and again."""
 Bytes = npt.NDArray[np.uint8]
 
 ROUND_BYTES: Final = 128 << 20
@@ -81,7 +84,7 @@ class Opened:
 
     @property
     def max_gap(self) -> int:
-        """The bytes between two ranges that are sooner fetched than left out."""
+        """The largest gap between two ranges, in bytes, that is read rather than skipped."""
         return FAR_GAP if self.reader is not None and self.reader.store.staging else 0
 
     def value_bytes(self, name: str) -> int:
@@ -431,6 +434,19 @@ def read_anew(open: Callable[[], tuple[Reader, ...]], work: Callable[..., T]) ->
     return work(*open())
 
 
+def is_another(
+    store: Store, known: str | None, format: str | None = None, pool: Pool | None = None
+) -> bool:
+    """Return True if a folder holds another save than the known one."""
+    if known is None:
+        return False
+    try:
+        now = open_source(store, format=format, pool=pool).save_id
+    except (FormatError, StoreError):
+        return False  # it is gone, and nothing is there in its place
+    return now != known
+
+
 def _was_replaced(reader: Reader) -> bool:
     source = reader.source
     return is_another(reader.store, source.save_id, source.format, reader.pool)
@@ -464,7 +480,7 @@ def touching(error: Exception, items: ReadItems, *, together: bool) -> Exception
 
 @contextmanager
 def plain_errors(reader: Reader) -> Iterator[None]:
-    """Leave out of errors which keys were filled, and how to accept gaps, for new memory."""
+    """Drop from errors what means nothing for new memory: keys filled, and how to accept gaps."""
     try:
         yield
     except PlanError as error:

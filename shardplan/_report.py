@@ -130,6 +130,7 @@ class SaveReport(Timed):
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         dropped: The keys, of any rank, that the planner left out; they were not saved.
         trace: What each pass of the planner did, with ``trace=True``; see `save`.
+        shared: Bytes of tensors that were not written, as ``base`` has them.
     """
 
     path: str
@@ -144,13 +145,15 @@ class SaveReport(Timed):
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
     trace: PlannerTrace | None = None
+    shared: int = 0
 
     _verb = "saved"
 
     @property
     def _title(self) -> str:
         size = human_bytes(self.nbytes)
-        return f"saved {size} in {counted(self.files, 'file')} (plan {self.how})"
+        shared = f", {human_bytes(self.shared)} shared" if self.shared else ""
+        return f"saved {size} in {counted(self.files, 'file')}{shared} (plan {self.how})"
 
 
 @attrs.frozen(repr=False)

@@ -1,4 +1,4 @@
-"""Make a new state dict of a checkpoint."""
+"""Make a new state dict from a checkpoint."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def restore(
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> dict[Any, Any]:
-    """Make a new state dict of a checkpoint, nested as it was saved.
+    """Make a new state dict from a checkpoint, nested as it was saved.
 
     Its tensors are numpy arrays where torch is not installed.
 
@@ -136,7 +136,7 @@ def _restore(
     mmap: bool,
     progress: ProgressCallback | None,
 ) -> dict[Any, Any]:
-    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
+    """Make a new state dict; all is planned before memory is allocated."""
     metadata, place = reader.metadata, own_place()
     with plain_errors(reader):
         nested = {} if target is None else part(expand(target), place)
@@ -179,17 +179,17 @@ def _passed(plan: SavePlan, planner: Passes[SavePlan] | None, place: Place) -> S
     plan = attrs.evolve(plan, rank=place.rank, world_size=place.ranks)
     stages = Stages.of(planner, load=True)
     if stages.needs_all and place.ranks > 1:
-        text = f"restore plans each rank alone, and {stages.rest_text} runs over the plans of all"
+        text = f"restore plans each rank alone, and {stages.rest_text} needs the plans of all"
         raise ValueError(
-            f"{text} {place.ranks} ranks: use load(), or state the sizes or the count that the "
-            "pass takes, which make it a pass over each rank"
+            f"{text} {place.ranks} ranks: use load(), or give the pass its sizes or count, so that "
+            "it works on each rank alone"
         )
     given = chain(*stages.own)((plan,))
     return with_replicas(chain(*stages.rest)(given), given)[0]
 
 
 def _refuse_partly(local: SavePlan, plan: LoadPlan) -> None:
-    """Refuse new tensors that the planner leaves out in part: that part would have any values."""
+    """Refuse new tensors that the planner leaves out in part: that part would be uninitialised."""
     text = "`{}` would be filled only in part: the planner leaves out the rest; use load"
     partly = sorted(partly_filled(local, plan.items))
     if partly:
@@ -294,5 +294,5 @@ def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[
         if not any(fnmatchcase(name, pattern) for name in wanted):
             near = nearest_names(pattern, wanted)
             hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise NotFoundError(f"nothing in the checkpoint is called `{pattern}`{hint}", near)
+            raise NotFoundError(f"no name in the checkpoint matches `{pattern}`{hint}", near)
     return {n: v for n, v in wanted.items() if any(fnmatchcase(n, p) for p in patterns)}

@@ -78,7 +78,7 @@ class PruneReport(Printed):
         damaged: Checkpoints that are not whole; they are left alone.
         leftovers: Files of killed saves that were removed.
         spared: Files that look like those of a killed save, but are too young to be sure.
-        replaced: Checkpoints that stay since another save has overwritten them meanwhile.
+        replaced: Checkpoints that stay because another save overwrote them meanwhile.
         ignored: Checkpoints of other formats, which are left alone.
         denied: Folders that may not be read.
         checked: How those that are kept were checked: all ``bytes``, or only ``sizes`` of files.
@@ -166,7 +166,7 @@ def prune(
     """
     policy = Keep(keep_last)
     if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
-        raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
+        raise TypeError(f"min_age must be a number of seconds, not {min_age!r}")
     if not min_age >= 0:
         raise ValueError(f"min_age must be at least 0 seconds, not {min_age}")
     store = _open_run(path)

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from shardplan.dist import CheckpointError, Comm, StepResult, Turn, take_step
+from shardplan.dist import CheckpointError, Comm, StepResult, Turn, broadcast, take_step
 from shardplan.io import Pool, Progress, ProgressCallback, UnsureCommitError
 from shardplan.io.formats import CommitJob, ExtraFiles, Part, WriteJob, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
+from shardplan.planning.storage import written_bytes
 
 from ._agree import Agreed, agree
 from ._checkpoint import refuse_saved
 from ._comm import as_comm, counting, place_of
+from ._incremental import NOTHING_SHARED, Base, Sharing, base_of, share
 from ._offers import Begun, PlanCache
-from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
+from ._report import LOG, RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ def save(
     pool: Pool | None = None,
     cache: PlanCache | None = None,
     trace: bool = False,
+    base: str | os.PathLike[str] | Store | None = None,
 ) -> SaveReport:
     """Save a state dict as a checkpoint, which appears complete or not at all.
 
@@ -74,6 +77,10 @@ def save(
         cache: Plans of earlier saves; by default those of this process.
         trace: Whether to report what each pass of ``planner`` does, as `show` prints it: on each
             rank those that it runs. The plans of earlier saves are not used.
+        base: An earlier checkpoint of our own format, on the same disk: files of it in which most
+            is unchanged are not written anew, but get a second name (a hard link) in the new
+            folder. Either checkpoint can be removed without harm to the other. All tensors are
+            hashed once more. On disks without links, and in object stores, all is written.
 
     Returns:
         What was written, what the planner left out, and how long it took, by phase and by rank.
@@ -95,6 +102,7 @@ def save(
     """
     ranks = as_comm(comm)
     options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache, trace)
+    options = attrs.evolve(options, base=base_of(base, format))
 
     def state() -> Mapping[Any, Any]:
         return part(expand(state_dict), place_of(ranks))
@@ -119,6 +127,7 @@ class SaveOptions:
     pool: Pool | None
     cache: PlanCache | None
     trace: bool = False
+    base: Base | None = None
 
 
 @attrs.frozen(eq=False)
@@ -174,7 +183,8 @@ def save_state(
     """Save the result of ``state`` to ``target``; see `save`.
 
     1. local plan: each rank opens the target and describes its state dict.
-    2. global plan: all ranks agree on who writes what.
+    2. global plan: all ranks agree on who writes what; if the save is based on an earlier one,
+       then on what is not written, as it is unchanged.
     3. write: each rank writes its part; if ranks share files, one rank lays these out before.
     4. commit: once all have written, the coordinator commits, and ranks report.
     """
@@ -196,6 +206,9 @@ def save_state(
         trace=options.trace,
     )
     saving = _AgreedSave(comm, agreed, options, watch)
+    if options.base is not None:
+        with watch.phase("compare"):
+            saving = saving.sharing_with(options.base)
     with watch.phase("wait"):  # for the other ranks
         done = saving.carry_out()
     report = saving.report(done)
@@ -210,6 +223,7 @@ class _Total:
     nbytes: int
     leftovers: tuple[str, ...]
     dropped: tuple[str, ...]
+    shared: int
     slowest: Mapping[str, tuple[int, float]]
 
 
@@ -221,6 +235,26 @@ class _AgreedSave:
     agreed: Agreed[Destination]
     options: SaveOptions
     watch: Stopwatch
+    sharing: Sharing = NOTHING_SHARED
+
+    def sharing_with(self, base: Base) -> _AgreedSave:
+        """Return what is left to do, given a checkpoint that has some of it already."""
+        name = broadcast(self.comm, "choose the earlier checkpoint", base.choose)
+        step = "open the earlier checkpoint"
+        source = take_step(self.comm, step, lambda: Turn(base.open(name), None), _nothing).mine
+        agreement, target = self.agreed.agreement, self.target
+        sharing = share(self.comm, source, self.agreed.begun.sd, agreement.plan, target.store)
+        whole = agreement.whole
+        if whole is not None:
+            whole = attrs.evolve(whole, plans=sharing.left_of_all(whole.plans))
+            if sharing.files is not None and not any(map(written_bytes, whole.plans)):
+                text = "no tensor of %s has changed since save %s: is what is trained in it?"
+                LOG.warning(text, target.store.url, sharing.files.source.save_id)
+        plan = sharing.left_of(agreement.plan)
+        agreed = attrs.evolve(
+            self.agreed, agreement=attrs.evolve(agreement, plan=plan, whole=whole)
+        )
+        return attrs.evolve(self, agreed=agreed, sharing=sharing)
 
     @property
     def target(self) -> Destination:
@@ -231,9 +265,11 @@ class _AgreedSave:
         try:
             write = partial(self.write, self.lay_out())
             return take_step(self.comm, "write", write, self.commit, undo=self.discard)
-        except BaseException:
+        except BaseException as error:
             if self.comm.rank == self.comm.coordinator:  # which knows whether it committed
                 self.target.writer.clear(self.target.store, self.agreed.save_id)
+                if surely_failed(error):
+                    self.sharing.undo(self.target.store)
             raise
 
     def lay_out(self) -> bytes | None:
@@ -279,6 +315,7 @@ class _AgreedSave:
             sum(part.nbytes for part in parts),
             tuple(leftovers),
             tuple(whole.dropped),
+            self.sharing.nbytes,
             slowest_ranks(reports) if self.comm.world_size > 1 else {},
         )
         return Turn(tuple(reports), attrs.astuple(total))
@@ -304,6 +341,7 @@ class _AgreedSave:
             reports,
             self.agreed.save_id,
             self.options.overwrite,
+            self.sharing.files,
         )
 
     def discard(self, part: Part, error: BaseException) -> None:
@@ -325,11 +363,16 @@ class _AgreedSave:
             done.whole or (self._rank_report(done.mine),),
             phase_bytes=self.watch.nbytes,
             dropped=tuple(total.dropped),
+            shared=total.shared,
             trace=self.agreed.agreement.trace,
         )
 
     def _rank_report(self, part: Part) -> RankReport:
         return rank_report(self.comm, self.watch, self.agreed.begun.sd, part.nbytes)
+
+
+def _nothing(_: object) -> Turn[None]:
+    return Turn(None, None)
 
 
 def surely_failed(error: BaseException) -> bool:

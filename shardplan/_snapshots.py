@@ -116,7 +116,7 @@ def _sending(pairs: Mapping[Key, tuple[torch.Tensor, torch.Tensor]]) -> list[_Mo
 
 
 def _side_stream(device: torch.device) -> torch.Stream:
-    """Return a new stream, which begins when all that was asked of the device so far is done."""
+    """Return a new stream, which waits for the work that the device has been given so far."""
     stream = torch.Stream(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     return stream

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 import attrs
 
 from shardplan.dist import Comm, Turn, take_step
+from shardplan.io import LoadError
 from shardplan.planning import (
     LoadPlan,
     Passes,
@@ -26,6 +27,7 @@ from shardplan.planning import (
     encode_plan,
     flatten,
     human_bytes,
+    listed,
     local_plan,
     transfer_plan,
     with_replicas,
@@ -35,6 +37,7 @@ from shardplan.planning.passes import Stages
 from shardplan.planning.storage import plan_bytes
 
 from ._comm import as_comm, place_of
+from ._content_hash import content_hash
 from ._moving import Filled, Moving
 from ._passes import run_passes
 from ._report import Stopwatch, Timed, logged
@@ -57,7 +60,7 @@ class TransferReport(Timed):
         missing: Wanted names that no source has.
         unexpected: Names of the sources that this rank did not want.
         dropped: This rank's wanted keys that the planner left out; they were not filled.
-        seconds: Seconds by phase: plan, exchange, move, wait (for the other ranks).
+        seconds: Seconds by phase: plan, exchange, move, wait (for the other ranks), verify.
     """
 
     bytes_needed: int
@@ -88,6 +91,7 @@ def transfer(
     target_planner: Passes[SavePlan] | None = None,
     strict: Strict = True,
     dtype: Literal["same", "cast"] = "same",
+    verify: bool = False,
     comm: Comm | None = None,
 ) -> TransferReport:
     """Fill the tensors of some ranks from those of others, or of the same, in place.
@@ -108,6 +112,9 @@ def transfer(
             or of the targets; all ranks pass the same ones.
         strict: As in `load`.
         dtype: As in `load`.
+        verify: Whether to prove afterwards, by `content_hash`, that the targets hold the same bits
+            as the sources: a pass over all tensors on both sides, each of which must hold whole
+            tensors together. Not with planners or casts, which change names and bits.
         comm: The ranks of both sides; by default all of torch's process group.
 
     Returns:
@@ -127,10 +134,13 @@ def transfer(
     Raises:
         PlanError: What a target wants is not there, or differs; nothing was changed.
         ValueRefusedError: Some tensors cannot be sent or filled; nothing was changed.
+        LoadError: With ``verify``, both sides differ.
         CheckpointError: On many ranks, any error, with that of each rank. If a rank is lost while
             tensors move, the contents of targets are undefined.
     """
     comm, watch = as_comm(comm), Stopwatch()
+    if verify and (planner is not None or target_planner is not None or dtype != "same"):
+        raise ValueError("verify compares names and bits, which planners and casts change")
     # Passes that only choose who writes are left out: any holder of a replica may send it.
     planners = {
         "given": Stages.of(planner, load=True),
@@ -150,12 +160,27 @@ def transfer(
     with watch.phase("wait"):  # for the other ranks
         values = _together(comm, "transfer", partial(moving.move, watch))
     _together(comm, "finish the transfer", partial(ends.finish, target, values))
+    if verify:
+        with watch.phase("verify"):
+            _compare(comm, source, target)
     return logged(_report(moving, watch), loud=comm.rank == comm.coordinator)
 
 
 def _together(comm: Comm, step: str, work: Callable[[], T]) -> T:
     """Do some work on all ranks; if any fails, all raise."""
     return take_step(comm, step, lambda: Turn(work(), None), lambda nothing: Turn(None, None)).mine
+
+
+def _compare(comm: Comm, source: State | None, target: State | None) -> None:
+    """Raise, on all ranks, if the targets differ from the sources in any bit."""
+    given, filled = (
+        content_hash({} if state is None else state, by="tensor", comm=comm)
+        for state in (source, target)
+    )
+    wrong = sorted(name for name in given.keys() & filled.keys() if given[name] != filled[name])
+    if wrong:
+        text = f"the targets do not hold what the sources hold: {listed(wrong)} differ"
+        raise LoadError(text, filled.keys() - wrong, wrong)
 
 
 def _report(moving: Moving, watch: Stopwatch) -> TransferReport:

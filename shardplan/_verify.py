@@ -11,21 +11,19 @@ import attrs
 
 from shardplan.io import FormatError, Pool, Progress, ProgressCallback, listed
 from shardplan.io.execute import leftovers
-from shardplan.io.formats import Fault, Findings, detect, find_format, locate, open_source
+from shardplan.io.formats import Fault, Findings, detect, find_format, locate
 from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 
+from ._read import ATTEMPTS, is_another
 from ._report import Printed, logged
-
-ATTEMPTS: Final = 16
-"""How often to begin anew with a checkpoint that is overwritten again and again."""
 
 _SHOWN: Final = 50
 
 
 @attrs.frozen(repr=False)
 class VerifyReport(Printed):
-    """What a check of a whole checkpoint found; true if no fault was; printed as a table.
+    """What a check of a whole checkpoint found; true if there are no faults; printed as a table.
 
     Attributes:
         path: The checkpoint.
@@ -172,16 +170,3 @@ def verify(
         found.unchecked,
     )
     return logged(report, left=report.leftovers)
-
-
-def is_another(
-    store: Store, known: str | None, format: str | None = None, pool: Pool | None = None
-) -> bool:
-    """Return True if a folder holds another save than the known one."""
-    if known is None:
-        return False
-    try:
-        now = open_source(store, format=format, pool=pool).save_id
-    except (FormatError, StoreError):
-        return False  # it is gone, and nothing is there in its place
-    return now != known

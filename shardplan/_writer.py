@@ -183,7 +183,7 @@ class _Running:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it lives and has nothing to say: between requests, that it is gone."""
+        """Whether it runs and has sent nothing; between requests, it sends only its end."""
         return self.is_alive and not self.connection.poll()
 
     def share(self, file: SharedFile | None) -> None:
@@ -229,7 +229,7 @@ class _Running:
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
-    """Let a writer end that nobody needs, or that has no more work as the interpreter exits."""
+    """End a writer that is no longer needed, or has no work when the interpreter exits."""
     connection.close()
     if owner == os.getpid():
         try:
@@ -368,7 +368,7 @@ class _Sent(Progress):
         self._service = service
 
     def add(self, nbytes: int) -> None:
-        """Send some bytes as done; raise if they are the last that are wanted."""
+        """Report bytes as written; raise if the training process has stopped the save."""
         if self._service.stop.is_set():
             raise RuntimeError("the training process stopped the save")
         self._service.send("wrote", nbytes)

@@ -1,10 +1,10 @@
-"""Average, merge and compare the weights of checkpoints: sums that are never whole in memory.
+"""Average, merge and compare the weights of checkpoints, a block at a time.
 
 ``0.7 * open_checkpoint(a) + 0.3 * open_checkpoint(b)`` is a checkpoint, too: look at it, index its
 tensors, or have `convert` write it in any format and sharding. What is read is added up a block at
 a time, in float32, or in float64 where a tensor has it. Checkpoints may be cut differently, and be
-of different formats; names and shapes must be equal. Tensors of whole numbers, and values that are
-not tensors, are those of the first checkpoint.
+of different formats; names and shapes must be equal. Integer tensors and non-tensor values come
+from the first checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def merge(checkpoints: Sequence[Checkpoint], weights: Sequence[float]) -> Checkp
     (tensor([2., 2.]), tensor([3., 3.]))
     """
     if not checkpoints or len(checkpoints) != len(weights):
-        raise ValueError(f"{len(checkpoints)} checkpoints need as many weights, not {len(weights)}")
+        counts = f"not {len(checkpoints)} and {len(weights)}"
+        raise ValueError(f"pass at least one checkpoint and as many weights, {counts}")
     return reduce(add, (one * weight for one, weight in zip(checkpoints, weights, strict=True)))
 
 
@@ -90,7 +91,7 @@ def merge_lora(base: Checkpoint, adapter: Checkpoint, scale: float | None = None
 
 
 def _scale(adapter: Checkpoint) -> float:
-    """Return the scale that an adapter's config says."""
+    """Return the scale in an adapter's config."""
     try:
         data = adapter.reader.store.read_all(_CONFIG, limit=_MOST)
     except MissingFileError:
@@ -104,8 +105,8 @@ def _scale(adapter: Checkpoint) -> float:
         rank = rank**0.5 if config.get("use_rslora") else rank
         scale = alpha / rank
     except (ArithmeticError, AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        raise FormatError(_CONFIG, "it does not say lora_alpha and r") from None
+        raise FormatError(_CONFIG, "lora_alpha and r must be numbers, and r not 0") from None
     asked = [key for key in _UNKNOWN if config.get(key)]
     if asked:
-        raise ValueError(f"{_CONFIG} has {', '.join(asked)}, which merge_lora does not follow")
+        raise ValueError(f"{_CONFIG} has {', '.join(asked)}, which merge_lora does not support")
     return scale

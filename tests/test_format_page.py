@@ -71,3 +71,14 @@ def test_the_reader_of_the_page_reads_what_is_written_now(tmp_path):
     run_ranks(4, save)
     assert_reads(tmp_path)
     np.testing.assert_array_equal(reader()(tmp_path)["w"], whole.numpy())
+
+
+def test_the_reader_of_the_page_reads_shared_files(tmp_path):
+    state = {"frozen": torch.arange(60_000.0), "trained": torch.zeros(9), "raw": b"x" * 100_000}
+    shardplan.save(state, tmp_path / "a")
+    state |= {"trained": torch.ones(9), "frozen": torch.cat([state["frozen"], torch.ones(9)])}
+    shardplan.save(state, tmp_path / "b", base=tmp_path / "a")
+    state |= {"trained": torch.full((9,), 2.0), "raw": b"y"}
+    report = shardplan.save(state, tmp_path / "c", base=tmp_path / "b")
+    assert report.shared == 4 * 60_009
+    assert_reads(tmp_path / "c")

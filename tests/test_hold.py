@@ -25,3 +25,28 @@ def test_a_process_killed_at_any_storage_operation_leaves_the_old_or_the_new():
 @pytest.mark.slow
 def test_damage_anywhere_in_a_checkpoint_is_found_or_harmless():
     assert len(hold("corruption", 400)) == 6
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_in_any_phase_is_named_in_time_and_nothing_is_lost():
+    assert hold("ranks", 6)
+
+
+@pytest.mark.slow
+def test_what_happens_at_once_or_is_interrupted_works_or_is_refused_and_leaves_nothing():
+    assert len(hold("concurrency", 9)) == 13
+
+
+@pytest.mark.slow
+def test_saves_and_loads_of_changing_layouts_hold_no_more_in_the_end():
+    assert len(hold("soak", 20)) == 3
+
+
+@pytest.mark.slow
+def test_tensors_of_any_name_dtype_and_kind_come_back_exactly_or_are_refused():
+    assert len(hold("sizes", 300)) == 9
+
+
+@pytest.mark.slow
+def test_behind_a_faulty_proxy_the_verdict_of_a_save_is_what_is_there():
+    assert len(hold("objects", 8)) == 3

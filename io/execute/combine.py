@@ -1,4 +1,4 @@
-"""Reading sums of checkpoints: each tensor is added up a block at a time, as it is read."""
+"""Read sums of checkpoints: each tensor is added up a block at a time."""
 
 from __future__ import annotations
 

@@ -42,13 +42,13 @@ def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
     root = store.locate()
     if root is not None and os.path.isfile(root):
         raise ExistsError(
-            f"{store.url} is a file, and a checkpoint of the format {format!r} is a folder; choose "
+            f"{store.url} is a file, but a checkpoint of the format {format!r} is a folder; choose "
             "another place"
         )
     older = find_any(store)
     if older is not None and older.name != format:
         raise ExistsError(
-            f"{store.url} holds a checkpoint of the format {older.name!r}, which one of the format "
+            f"{store.url} holds a checkpoint of the format {older.name!r}, which a save as "
             f"{format!r} does not replace; choose another folder, or remove that checkpoint first"
         )
     if older is not None and not overwrite:
@@ -190,7 +190,7 @@ def remove(store: Store, files: Sequence[str]) -> tuple[str, ...]:
 
 
 def remove_save(store: Store, save_id: str) -> None:
-    """Remove the files of a save that surely failed, as far as names say which these are."""
+    """Remove the files of a save that surely failed, as far as their names show it."""
     with suppress(Exception):
         files = store.list(recursive=False)
         store.delete([name for name in files if _save_of(name) == save_id])

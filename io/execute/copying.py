@@ -1,4 +1,4 @@
-"""Writing files whose layout is known before their first byte is.
+"""Write files whose layout is known in advance.
 
 A file is described as `Content` (bytes that lie in memory or in other files, or are made as they
 are written) and `Seal` (bytes that depend on checksums of what comes before). A store that takes
@@ -184,13 +184,14 @@ class FileContents:
             StoppedError: The `Pool.map` that this is a part of has failed.
         """
         contents = self._describe(True)
-        blocks, seals = _place(contents)
-        made = any(isinstance(part, Deferred) for one in blocks for part in one.block.parts)
-        tasks = write_tasks(column([one.block.nbytes for one in blocks]))
+        every = [block for one in contents if isinstance(one, Content) for block in one.blocks]
+        made = any(isinstance(part, Deferred) for block in every for part in block.parts)
+        tasks = write_tasks(column([block.nbytes for block in every]))
         threads = min(self._threads, len(tasks))
         if made or threads < 2:  # what must be made is read ahead, in order
             _write_in_order(fd, contents)
             return
+        blocks, seals = _place(contents)
         with Pool(max_workers=threads) as pool:
             written = pool.map(partial(_write_blocks, fd), [blocks[i:j] for i, j in tasks])
         crcs = [crc for one in written for crc in one]
@@ -282,7 +283,7 @@ class _Mover:
         self._files: dict[str, int] = {}
 
     def move(self, block: Block, summed: bool, crc: int = 0) -> int:
-        """Have a block written, sooner or later; go on with a CRC-32 if it is ``summed``."""
+        """Queue a block to be written; continue a CRC-32 if it is ``summed``."""
         for part in block.parts:
             for piece in self._read(part) if isinstance(part, Stretch) else _cut(part):
                 check_stopped()
@@ -294,7 +295,7 @@ class _Mover:
         return crc
 
     def put(self, view: memoryview) -> None:
-        """Have some bytes written, sooner or later."""
+        """Queue bytes to be written."""
         if view.nbytes:
             self._views.append(view)
             self._at += view.nbytes
@@ -308,13 +309,13 @@ class _Mover:
             self._at = self._begin = self._started = at
 
     def flush(self) -> None:
-        """Write what waits, and have the system bring it to the disk."""
+        """Write what is queued, and let the system begin to bring it to the disk."""
         self._write()
         start_writeback(self._fd, self._started, self._at - self._started)
         self._started = self._at
 
     def _write(self) -> None:
-        """Write what waits; its memory can then be used again."""
+        """Write what is queued; its memory can then be used again."""
         write_run(self._fd, self._begin, self._views)
         self._begin, self._views, self._used = self._at, [], 0
 
@@ -340,7 +341,7 @@ class _Mover:
             stretch.seen(state.intdigest())
 
     def _take(self, nbytes: int) -> memoryview:
-        """Return memory in which nothing waits to be written."""
+        """Return memory that holds nothing queued."""
         if PIECE - self._used < min(nbytes, _LEAST):
             self._write()
         size = min(PIECE - self._used, nbytes)

@@ -1,4 +1,4 @@
-"""Reading quantised tensors: elements times scales, a part of a tensor at a time."""
+"""Read quantised tensors as elements times scales, a part of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -93,12 +93,12 @@ def fill_dequantized(
 
 @attrs.frozen
 class _Wanted:
-    """What the quantised tensors of a load are read of."""
+    """What has to be read for the quantised tensors of a load."""
 
     # Bytes that are wanted of each chunk as it is stored.
     nbytes: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
-    # The bytes of each chunk that has a checksum and as many bytes of which are wanted. If reads
-    # overlap, it may not be wanted whole: it is compared all the same.
+    # The bytes of each chunk that has a checksum, where what is read of it adds up to as many. If
+    # reads overlap, some of it may not be wanted: it is compared all the same.
     whole: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
     rows: Collection[int] = ()  # the reads that want anything of these
 

@@ -43,7 +43,7 @@ Views = list[memoryview]
 
 @attrs.frozen(eq=False)
 class Chunks:
-    """The chunks that some reads are of.
+    """The chunks that some reads touch.
 
     Attributes:
         names: Each by its tensor's name and its number among the tensor's chunks.
@@ -361,7 +361,7 @@ def _ranges(wanted: Requested, views: list[Views]) -> list[Range]:
 
 
 def stopped_error(error: Exception, filled: Iterable[str], touched: Iterable[str]) -> Exception:
-    """Return the error of a load that was stopped half way, given the keys that it has changed."""
+    """Return the error of a load that stopped half way, with the keys that it has changed."""
     if isinstance(error, StoreError) and error.kind in ("missing", "short"):
         name = str(error.url).replace("\\", "/").rpartition("/")[2]
         return FormatError(name, error.reason, filled=filled, touched=touched)

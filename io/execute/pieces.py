@@ -7,6 +7,7 @@ converted to another, in the checkpoint that they are read from as they are need
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -220,7 +221,7 @@ class Piece:
         """Return its blocks, to be made as they are written."""
         width, cut = itemsize(self.dtype), boxes_of(self.shape, self.dtype) if self.nbytes else ()
         made = [Deferred(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
-        return [Block([one], partial(self._report, one.nbytes)) for one in made]
+        return [self._block(one) for one in made]
 
     def lying_blocks(self) -> list[Block] | None:
         """Return its blocks as bytes that lie somewhere as they are to be written.
@@ -228,7 +229,7 @@ class Piece:
         None if some do not, and must be made.
         """
         if 0 < self.nbytes <= BLOCK_BYTES and (whole := self.lying) is not None:
-            return [Block([whole], partial(self._report, len(whole)))]
+            return [self._block(whole)]
         found = []
         for offsets, sizes in boxes_of(self.shape, self.dtype) if self.nbytes else ():
             block = self._lying(offsets, sizes)
@@ -246,7 +247,7 @@ class Piece:
             return origin.lying(offsets[: len(sizes)], sizes) if is_same else None
         box = self._memory(offsets, sizes)
         view = None if box is None else self._bytes(box)
-        return None if view is None else Block([view], partial(self._report, len(view)))
+        return None if view is None else self._block(view)
 
     def _make(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
         """Return the bytes of a block, copied only if they must be."""
@@ -281,6 +282,11 @@ class Piece:
 
     def _bytes(self, box: torch.Tensor) -> memoryview | None:
         return flat_memory(box) if same_dtype(box, self.dtype) else None
+
+    def _block(self, part: memoryview | Deferred) -> Block:
+        if self.progress is None:
+            return Block([part])
+        return Block([part], partial(self.progress.add, part.nbytes))
 
     def _report(self, nbytes: int) -> None:
         if self.progress is not None:
@@ -406,8 +412,10 @@ def _misfit(origin: Origin, dtype: str) -> str | None:
 def tied_pieces(pieces: Mapping[str, Piece]) -> dict[str, str]:
     """Return the names of tensors that are the same view as an earlier one, and that one's name."""
     kept: dict[Hashable, str] = {}
-    ties = {}
+    ties, count = {}, Counter(map(_start, pieces.values()))
     for name, piece in pieces.items():
+        if count[_start(piece)] == 1:
+            continue
         views = tuple(_view(origin) for origin in piece.origins)
         if None in views:
             continue
@@ -438,6 +446,12 @@ def tied_tensors(flat: Mapping[str, Any]) -> dict[str, str]:
         if first != name:
             ties[name] = first
     return ties
+
+
+def _start(piece: Piece) -> Hashable:
+    """Return a key that is equal for chunks that begin with the same elements, and for others."""
+    source = piece.origins[0].source
+    return source.data_ptr() if isinstance(source, torch.Tensor) else None
 
 
 def _view(origin: Origin) -> Hashable | None:

@@ -98,7 +98,7 @@ class Reader:
         Args:
             items: The reads of a `LoadPlan`; non-tensor values are left out.
             dest: Given the row of a read, the memory of just its box to fill.
-            step: Along each axis, read every so many-th element from where a read begins.
+            step: Along each axis, read every n-th element from where a read begins.
             verify: Whether to check every chunk that is read whole, by one read or by several that
                 bring one range of it each.
             sums: Gets the checksums of blocks that are read whole, of chunks that are not.
@@ -182,7 +182,7 @@ class Reader:
         return self.fill(items, dest, verify=verify, sums=sums)
 
     def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
-        """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
+        """Yield the stored chunks that some chunks are read from, with all of their scales."""
         if self.source.expression is not None:
             for name, number in chunks:
                 yield from combined_chunks(self.source, self.source.expression, name, number)

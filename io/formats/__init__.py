@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Findings,
         Format,
         Part,
+        SharedFiles,
         Source,
         WriteJob,
         Writer,
@@ -37,8 +38,8 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "base": (
-            "ChunkPlace CommitJob ExtraFiles Fault FileColumns Findings Format Part Source "
-            "WriteJob Writer"
+            "ChunkPlace CommitJob ExtraFiles Fault FileColumns Findings Format Part "
+            "SharedFiles Source WriteJob Writer"
         ),
         "combined": "CombinedSource",
         "quantized": "read_as",

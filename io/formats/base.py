@@ -175,6 +175,7 @@ class Source(Protocol):
     file_columns: FileColumns | None = None  # None if not recorded in one place
     beside: ExtraFiles | None = None  # what a conversion to the same format carries over
     quantized: Mapping[str, Quantized] = {}  # what is dequantised as it is read
+    shared_files: Sequence[str] = ()  # those that an earlier checkpoint had, too
     parts: Sequence[Source] = ()  # the checkpoints that its tensors are those of, or sums of
     expression: Expression | None = None  # how tensors are added up as they are read
     text: bytes | None = None  # what another rank can open it from; see `Format.open_text`
@@ -292,6 +293,22 @@ class WriteJob:
 
 
 @attrs.frozen(eq=False)
+class SharedFiles:
+    """Files of an earlier checkpoint that are a part of a new one, too.
+
+    Attributes:
+        source: That checkpoint.
+        unused: The numbers of the files in `Source.files`, and how many bytes of each the new
+            checkpoint has no use for.
+        chunks: By tensor, the numbers of the chunks in them that are as they were.
+    """
+
+    source: Source
+    unused: Mapping[int, int]
+    chunks: Mapping[str, Sequence[int]]
+
+
+@attrs.frozen(eq=False)
 class CommitJob:
     """All ranks' parts of a save; ``reports`` (of each `Part`) and ``plans`` are in rank order.
 
@@ -304,6 +321,7 @@ class CommitJob:
     reports: Sequence[bytes]
     save_id: str
     overwrite: bool = False
+    shared: SharedFiles | None = None  # what is not written, as an earlier checkpoint has it
 
 
 class Writer(Protocol):

@@ -235,6 +235,13 @@ class Store(Protocol):
         """Give a file a second name; return False if it is taken or the store has no links."""
         return False
 
+    def share(self, other: Store, path: str) -> bool:
+        """Give a file of another store the same name here; return False if that cannot be done.
+
+        Both names are then of one file: it stays as long as any of them does.
+        """
+        return False
+
     def folder(self, name: str) -> Store:
         """Return one of its folders as a store."""
         return FolderStore(self, name)

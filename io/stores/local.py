@@ -274,6 +274,19 @@ class LocalStore(Store):
             self._note_changed(source, target)
             return system.link(source, target)
 
+    def share(self, other: Store, path: str) -> bool:
+        """Give a file of another folder on this disk the same name here; see `Store.share`."""
+        source, target = other.locate(path), self._file(path)
+        if source is None or not os.path.isfile(source):
+            return False
+        try:
+            with system.reported("replace", target):
+                self._make_folder(os.path.dirname(target))
+                self._note_changed(target)
+                return system.link(source, target)
+        except MissingFileError:  # it was removed a moment ago
+            return False
+
     def _note_changed(self, *files: str) -> None:
         """Note that names of files change, for the next `sync`."""
         with self._lock:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         SavedElsewhere, is_folded, is_needed, meeting, partly_filled, saved_elsewhere,
         without_other_ranks,
     )  # fmt: skip
+    from .linking import comparable, files_to_share, without_shared
     from .places import chunk_places
     from .ranges import SMALL, ByteRanges, Requests, byte_ranges, coalesce, range_axis
     from .retention import Best, Keep, LeftFile, RunEntry, by_age, retain, retain_files
@@ -62,6 +63,7 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
+        "linking": "comparable files_to_share without_shared",
         "places": "chunk_places",
         "ranges": "SMALL ByteRanges Requests byte_ranges coalesce range_axis",
         "retention": "Best Keep LeftFile RunEntry by_age retain retain_files",

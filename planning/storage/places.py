@@ -30,7 +30,11 @@ class Places:
 
 
 def chunk_places(
-    entries: Entries, plans: Sequence[SavePlan], files: Ints, in_files: Sequence[bool]
+    entries: Entries,
+    plans: Sequence[SavePlan],
+    files: Ints,
+    in_files: Sequence[bool],
+    shared: Sequence[tuple[str, int, int]] = (),
 ) -> Places:
     """Return the file of every chunk.
 
@@ -39,6 +43,7 @@ def chunk_places(
         plans: The plans of all ranks, as `global_plan` or `derive_plans` returned them.
         files: One row a rank: the number of each of its files among those of all, -1 for none.
         in_files: Whether each entry is stored in files.
+        shared: Chunks that no plan writes: name, number among the tensor's, and file.
 
     >>> from shardplan.planning import Mesh, TensorSpec, Shard, derive_plans, world_plans
     >>> specs = {n: TensorSpec((4, 2), "float32", [Shard(0)]) for n in "ab"}
@@ -54,7 +59,7 @@ def chunk_places(
     if isinstance(given, DerivedPlans):
         found = _derived(entries, given, files, in_files)
     else:
-        found = _listed(entries, plans, files, in_files)
+        found = _listed(entries, plans, files, in_files, shared)
     lost = {number for number, files_of in enumerate(found.columns) if (files_of < 0).any()}
     for name, number in zip(entries.names, found.entry.tolist(), strict=True):
         if number in lost:
@@ -87,7 +92,11 @@ def _derived(
 
 
 def _listed(
-    entries: Entries, plans: Sequence[SavePlan], files: Ints, in_files: Sequence[bool]
+    entries: Entries,
+    plans: Sequence[SavePlan],
+    files: Ints,
+    in_files: Sequence[bool],
+    shared: Sequence[tuple[str, int, int]],
 ) -> Places:
     """Visit all chunks of all plans."""
     sizes = [len(layout.tiling) for layout in entries.layouts]
@@ -98,6 +107,8 @@ def _listed(
     start = np.concatenate([[0], np.cumsum(column(counts))])
     stored = column(counts) > 0
     file = np.full(int(start[-1]), -1, np.int64)
+    for name, number, place in shared:
+        file[start[entries.row_of[name]] + number] = place
     catalog, rows = None, column([])
     for rank, plan in enumerate(plans):
         items = plan.items

@@ -60,9 +60,10 @@ def inspect(
     Only metadata is read, without torch.
 
     JSON keys: path, format, save_id, created (seconds since 1970, or null), bytes, chunks, files
-    (name; bytes or null), tensors (name, shape, dtype, bytes, chunks, grid: chunks per axis or
-    null, files: how many, or null; with --chunks also chunk_list: offsets, sizes, bytes, file),
-    values (name; value if it is small, as `cat` writes it), by_dtype (tensors, bytes).
+    (name; bytes or null; shared: whether an earlier checkpoint has it, too), tensors (name, shape,
+    dtype, bytes, chunks, grid: chunks per axis or null, files: how many, or null; with --chunks
+    also chunk_list: offsets, sizes, bytes, file), values (name; value if it is small, as `cat`
+    writes it), by_dtype (tensors, bytes).
 
     Example: shardplan inspect s3://bucket/step-100 'model.*norm*'
     """
@@ -92,6 +93,8 @@ def _head(contents: Contents) -> Iterator[str]:
         parts.append(counted(len(contents.values), "value"))
     parts.append(counted(contents.chunks, "chunk"))
     where = f"in {counted(len(source.files), 'file')}"
+    if source.shared_files:
+        where += f", {len(source.shared_files):,} of them shared with an earlier checkpoint"
     if len(contents.rows) < len(contents.entries):
         where = f"selected of {len(contents.entries):,} names"
     yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}"
@@ -216,6 +219,7 @@ def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
     """Return everything as plain data."""
     source, sizes, names = contents.source, contents.file_sizes(), contents.entries.names
     small = contents.small_values(contents.values)
+    shared = set(source.shared_files)
     return {
         "path": contents.path,
         "format": source.format,
@@ -223,7 +227,10 @@ def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
         "created": source.created or None,
         "bytes": contents.total(contents.rows).nbytes,
         "chunks": contents.chunks,
-        "files": [{"name": name, "bytes": sizes.get(name)} for name in source.files],
+        "files": [
+            {"name": name, "bytes": sizes.get(name), "shared": name in shared}
+            for name in source.files
+        ],
         "tensors": [_tensor_json(contents, row, chunks) for row in contents.tensors],
         "values": [
             {"name": names[row]} | ({"value": small[row]} if row in small else {})

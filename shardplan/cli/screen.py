@@ -55,7 +55,7 @@ Json = Annotated[
     bool,
     Option(
         "--json",
-        help="Write one JSON object to stdout, and nothing else; its schema changes if keys do.",
+        help="Write one JSON object to stdout, and nothing else; new keys do not raise its schema.",
     ),
 ]
 Placements = Annotated[

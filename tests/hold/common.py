@@ -94,7 +94,7 @@ def bits(tensor):
 
 def held():
     """Return the threads and the descriptors that this process has, by what they are."""
-    threads = sorted(t.name for t in threading.enumerate() if not t.name.startswith("shardplan-io"))
+    threads = sorted(t.name for t in threading.enumerate() if t.name != "shardplan-pool")
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

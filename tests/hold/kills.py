@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import attrs
+import torch
 from common import (
     FORMATS,
     Row,
@@ -218,6 +219,69 @@ def manager_job(background=True):
     return Job(nothing, act, allowed, after, strikes)
 
 
+def mixed(value):
+    """Make a state dict of which most is always the same."""
+    return {**state(0), "trained": torch.full((9,), float(value))}
+
+
+def is_mixed(path, value):
+    """Check that a checkpoint is whole, and of one save."""
+    found = shardplan.restore(path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in mixed(value).items())
+    is_sound(path)
+
+
+def incremental_job(step):
+    """Save what has changed since step 1, beside it or over it; the old one goes later."""
+
+    def act(root):
+        shardplan.save(mixed(2), root / step, base=root / "step-1", overwrite=True)
+
+    def allowed(root):
+        if step != "step-1":
+            is_mixed(root / "step-1", 1)
+        elif float(shardplan.open_checkpoint(root / step)["trained"][0]) == 1:
+            is_mixed(root / step, 1)
+        if step == "step-1" or not (root / step / "shardplan.json").exists():
+            return
+        is_mixed(root / step, 2)
+
+    def after(root):
+        is_mixed(root / step, 2)
+        shardplan.prune(root, keep_last=1, min_age=0)
+        is_mixed(root / step, 2)
+        nothing_is_left(root)
+
+    return Job(lambda root: shardplan.save(mixed(1), root / "step-1"), act, allowed, after)
+
+
+def incremental_manager_job():
+    """Run a training loop whose checkpoints share files, and which keeps the last two."""
+
+    def manager(root):
+        keep = shardplan.Keep(last=2)
+        return shardplan.Checkpoints(root / "run", every=1, keep=keep, incremental=True)
+
+    def act(root):
+        checkpoints = manager(root)
+        for step in range(checkpoints.restore(mixed(0), default=1), 6):
+            checkpoints.save(step, mixed(step))
+        checkpoints.wait()
+
+    def allowed(root):
+        held = mixed(0)
+        step = manager(root).restore(held, default=1) if (root / "run").exists() else 1
+        expected = mixed(step - 1)
+        assert all(torch.equal(held[name], tensor) for name, tensor in expected.items())
+
+    def after(root):
+        allowed(root)
+        for step in manager(root).steps()[-2:]:
+            is_mixed(root / "run" / f"step-{step}", step)
+
+    return Job(nothing, act, allowed, after)
+
+
 def jobs():
     """Return all jobs by name."""
     made = {
@@ -231,6 +295,11 @@ def jobs():
         made[f"3 ranks {'overwrite' if old else 'save'}"] = ranks_job(old)
     pairs = itertools.permutations(FORMATS, 2)
     made |= {f"convert {source} to {form}": convert_job(source, form) for source, form in pairs}
+    made |= {
+        "incremental save": incremental_job("step-2"),
+        "incremental overwrite": incremental_job("step-1"),
+        "incremental manager": incremental_manager_job(),
+    }
     made |= {"prune": prune_job(), "manager": manager_job()}
     return made | {"manager process": manager_job("process"), "manager alone": manager_job(False)}
 

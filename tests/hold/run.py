@@ -18,6 +18,11 @@ COUNTS = {
     "kills": 1000,
     "corruption": 5000,
     "fuzzing": 1_000_000,
+    "ranks": 251,
+    "concurrency": 200,
+    "soak": 500,
+    "sizes": 100_000,
+    "objects": 300,
 }
 
 

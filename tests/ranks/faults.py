@@ -1,12 +1,17 @@
-"""Groups of three real ranks of which one exits or stalls in the middle of a save or a load.
+"""Groups of three real ranks of which one fails in the middle of a save, a load or a transfer.
 
-Run as ``python faults.py FOLDER``. Torch is imported once; each rank of each group is a fork, and
-all groups run at the same time, each with a checkpoint of its own below FOLDER, saved before by
-all of its ranks. ``FOLDER/CASE/told-RANK`` says what each rank that lives was told, and when.
+Run as ``python faults.py FOLDER [CASE ...]``. Torch is imported once; each rank of each group is a
+fork, and all groups run at the same time, each with a checkpoint of its own below FOLDER, saved
+before by all of its ranks. ``FOLDER/CASE/told-RANK`` says what each rank that lives was told, and
+when.
 """
 
+import ctypes
 import json
 import os
+import resource
+import signal
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -24,6 +29,8 @@ from shardplan.io.stores.testing import CountingStore
 WORLD, TIMEOUT, STALL = 3, 5.0, 12.0
 SAVES = ("state_dict", "plan", "write", "commit")
 LOADS = ("open", "read", "send", "receive")
+BACKGROUND = ("background write", "background commit")
+TRANSFERS = ("transfer", "transfer send", "transfer receive")
 # The coordinator is rank 0, and so is the store's host where the store is TCP's.
 CASES = [
     f"{phase}:{victim}:{how}:file"
@@ -55,11 +62,37 @@ class Fault:
         self.phase, self.how, self.active = phase, how, active
 
     def at(self, phase):
-        if self.active and phase == self.phase:
+        if self.active and phase == self.phase.removeprefix("background ").removeprefix(
+            "transfer "
+        ):
             self.active = False
-            if self.how == "exit":
-                os._exit(0)
-            time.sleep(STALL)
+            strike(self.how)
+
+
+def strike(how):
+    """Let this process fail."""
+    if how == "exit":
+        os._exit(0)
+    if how == "raise":
+        raise OSError("a fault, as the test wants it")
+    if how in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    time.sleep({"slow": 1.0, "stall": STALL}.get(how, 0))
+
+
+def prepare(how, folder):
+    """Give this process a full disk, a folder that is read-only, or a wrong clock."""
+    if how == "full":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    if how == "read-only":
+        if ctypes.CDLL(None).unshare(0x20000):  # mounts of its own
+            raise PermissionError("this process may not mount")
+        for command in ("--make-rprivate /", f"--bind {folder} {folder}"):
+            subprocess.run(["mount", *command.split()], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", folder], check=True)
+    if how in ("fast clock", "late clock"):
+        real, hours = time.time, 26 if how == "fast clock" else -26
+        time.time = lambda: real() + hours * 3600
 
 
 class Store(CountingStore):
@@ -132,7 +165,15 @@ def take(case, rank, comm, path):
         fault.at("plan")
         return plans
 
-    if phase in SAVES:
+    if rank == int(victim):
+        prepare(how, path)
+    if phase in BACKGROUND:
+        shardplan.async_save({"part": new(rank)}, store, comm=comm, overwrite=True).result()
+    elif phase in TRANSFERS:
+        fault.at("transfer")
+        into = {name: torch.zeros_like(value) for name, value in old((rank + 1) % WORLD).items()}
+        shardplan.transfer(old(rank), into, comm=comm)
+    elif phase in SAVES:
         state = {"part": State(new(rank), fault)}
         shardplan.save(state, store, comm=comm, overwrite=True, planner=planner)
     else:
@@ -179,9 +220,9 @@ def run(case, rank, folder):
     time.sleep(STALL if "stall" in case else 1)  # the store may live here, and others still ask
 
 
-def main(folder):
+def main(folder, cases=CASES):
     children = []
-    for case in CASES:
+    for case in cases:
         os.mkdir(f"{folder}/{case}")
         for rank in range(WORLD):
             child = os.fork()
@@ -191,9 +232,12 @@ def main(folder):
                 finally:
                     os._exit(0)
             children.append(child)
-    for child in children:
+    statuses = {child: os.waitpid(child, os.WUNTRACED)[1] for child in children}
+    stopped = [child for child, status in statuses.items() if os.WIFSTOPPED(status)]
+    for child in stopped:
+        os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2:] or CASES)

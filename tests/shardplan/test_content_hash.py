@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io import PlaceSums, place_sums
-from shardplan.planning import Mesh, PlanError, Replicate, Shard, TensorSpec, world_plans
+from shardplan.dist import CheckpointError, run_ranks, solo
+from shardplan.io import FormatError, LoadError, PlaceSums, place_sums
+from shardplan.planning import Chunk, Mesh, PlanError, Replicate, Shard, TensorSpec, world_plans
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tilings
 
 
@@ -178,3 +178,51 @@ def test_replicas_that_differ_and_parts_that_lack_are_refused():
 def test_another_by_is_refused():
     with pytest.raises(ValueError, match='by must be "all" or "tensor"'):
         shardplan.content_hash({}, by="file")
+
+
+def test_a_load_proves_that_it_brought_what_was_expected(tmp_path):
+    state = {"w": torch.randn(6, 4), "step": 7}
+    expected = shardplan.content_hash(state)
+    shardplan.save(state, tmp_path)
+
+    def work(comm):
+        target = {"w": torch.zeros(6, 4), "step": 0}
+        shardplan.load(target, tmp_path, expect=expected, comm=comm)
+        with pytest.raises(FormatError, match=f"content hash is {expected}, not {'0' * 32}"):
+            shardplan.load(target, tmp_path, expect="0" * 32, comm=comm)
+        return target["step"]
+
+    assert run_ranks(2, work) == [7, 7]
+    with pytest.raises(ValueError, match="once the future is done"):
+        shardplan.load({"w": torch.zeros(6, 4)}, tmp_path, expect=expected, background=True)
+
+
+def test_a_transfer_proves_that_both_sides_hold_the_same():
+    whole = torch.randn(6, 4)
+
+    def work(comm):
+        if comm.rank < 2:
+            rows = Shards(whole, [Chunk((3 * comm.rank, 0), (3, 4))])
+            return shardplan.transfer({"w": rows, "step": 3}, None, verify=True, comm=comm)
+        target = {"w": torch.zeros(6, 4), "step": 0}
+        report = shardplan.transfer(None, target, verify=True, comm=comm)
+        assert torch.equal(target["w"], whole)
+        return report
+
+    assert all("verify" in report.seconds for report in run_ranks(3, work))
+    with pytest.raises(ValueError, match="planners and casts change"):
+        shardplan.transfer({}, {}, verify=True, dtype="cast")
+
+
+def test_a_target_that_changes_what_it_is_given_is_noticed():
+    source, target = {"w": torch.zeros(4)}, {"w": torch.ones(4)}
+
+    class Target:
+        def state_dict(self):
+            return target
+
+        def load_state_dict(self, state):
+            target["w"] = state["w"] + 1
+
+    with pytest.raises(LoadError, match="`w` differ"):
+        shardplan.transfer(source, Target(), verify=True, comm=solo())

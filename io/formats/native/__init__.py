@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .encoding import decode_manifest
     from .manifest import find_manifest
     from .record import MANIFEST
+    from .source import NativeSource
 
 __getattr__, __dir__ = door(
     __name__,
@@ -15,5 +16,6 @@ __getattr__, __dir__ = door(
         "encoding": "decode_manifest",
         "manifest": "find_manifest",
         "record": "MANIFEST",
+        "source": "NativeSource",
     },
 )

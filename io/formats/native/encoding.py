@@ -55,8 +55,9 @@ from .layouts import MOST_NUMBERS, decode_layouts, decode_numbers, encode_layout
 from .nesting import decode_nesting, encode_nesting
 from .record import MANIFEST, FileTable, Manifest, file_bytes
 
-VERSION: Final = 3
-"""The version that is written; all versions up to it are read."""
+VERSION: Final = 4
+"""The newest version that is read; it is written where files are shared, and else version 3."""
+PLAIN: Final = 3
 MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
 _FORMAT: Final = "shardplan"
 _MOST_BYTES: Final = float(1 << 62)  # of all files
@@ -73,7 +74,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     Raises:
         FormatError: No program could open the checkpoint.
     """
-    data = sign(_dump(_body(manifest))[1:])
+    version = VERSION if manifest.files.shared else PLAIN
+    data = sign(_dump(_body(manifest))[1:], version)
     check_size(MANIFEST, len(data), "manifest")
     try:
         if not np.array_equal(decode_manifest(data).files.sizes, manifest.files.sizes):
@@ -118,7 +120,7 @@ def _dump(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")
 
 
-def sign(body: bytes, version: int = VERSION) -> bytes:
+def sign(body: bytes, version: int = PLAIN) -> bytes:
     """Put format, version and checksum before the rest of a manifest's text."""
     digest = xxhash.xxh3_64_hexdigest(body)
     head = f'{{"format":"{_FORMAT}","version":{version},"xxh3_64":"{digest}",'
@@ -236,7 +238,15 @@ def _encode_files(files: FileTable, save_id: str) -> dict[str, Any]:
         "tables": encode_runs(of),
         "table_bytes": encode_runs(files.headers[tables]),
         "xxh3_64": "".join(f"{digest:016x}" for digest in files.digests),
+        **_encode_shared(files),
     }
+
+
+def _encode_shared(files: FileTable) -> dict[str, Any]:
+    if not files.shared:
+        return {}
+    columns = {"shared": column([*files.shared]), "unused": column([*files.shared.values()])}
+    return {key: encode_runs(numbers) for key, numbers in columns.items()}
 
 
 def _decode_files(table: dict[str, Any], nbytes: Ints, save_id: str, version: int) -> FileTable:
@@ -264,7 +274,20 @@ def _decode_files(table: dict[str, Any], nbytes: Ints, save_id: str, version: in
     if len(set(names)) != count or nbytes[data:].any():
         raise ValueError("a file is there twice, or chunks lie in a table of checksums")
     found = tuple(int(digests[at : at + 16], 16) for at in range(0, len(digests), 16))
-    return FileTable(names, readonly(headers + nbytes), readonly(headers), found)
+    shared = _decode_shared(table, data) if version > PLAIN else {}
+    sizes = headers + nbytes
+    sizes[column([*shared])] += column([*shared.values()])
+    return FileTable(names, readonly(sizes), readonly(headers), found, shared)
+
+
+def _decode_shared(table: dict[str, Any], data: int) -> dict[int, int]:
+    """Return the files that are shared, and how many bytes of each are not used."""
+    rows = decode_numbers(table["shared"], data, "a shared file")
+    unused = decode_numbers(table["unused"], MAX_BYTES, "an unused part", len(rows))
+    shared = dict(zip(rows.tolist(), unused.tolist(), strict=True))
+    if len(shared) != len(rows):
+        raise ValueError("a file is shared twice")
+    return shared
 
 
 _NAMED: Final = ("ranks", "numbers", "counts")  # what makes a file's name

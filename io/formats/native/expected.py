@@ -127,6 +127,8 @@ class Expected:
         None if its header is not what follows from the manifest: then it must be read.
         """
         manifest = self._manifest
+        if number in manifest.files.shared:
+            return None
         files, names, layout = manifest.files, manifest.entries.names, manifest.entries.layout
         name, size, length = files.names[number], int(files.sizes[number]), files.headers[number]
         chunks = self._chunks(number)
@@ -202,8 +204,8 @@ class Expected:
             if found >= length:  # else it is cut short, and no more can be said
                 faults.append(Fault("header", name, error.reason, None, 0, length))
             return OpenedFile(found, None, faults)
-        own = (header.save_id, header.name) == (self._manifest.save_id, name)
-        stranger = None if own else self._stranger(name, header, found)
+        own = (header.save_id, header.name) == (self._save_of(number), name)
+        stranger = None if own else self._stranger(number, header, found)
         if stranger is not None:
             return OpenedFile(found, None, (stranger,))
         if not genuine or not own:
@@ -234,9 +236,15 @@ class Expected:
             return None, Fault("header", table, reason, None, 0, size)
         return np.frombuffer(data, "<u8").astype(np.uint64), None
 
-    def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
+    def _save_of(self, number: int) -> str:
+        """Return the save that wrote a file: another one, if the file is shared."""
+        files = self._manifest.files
+        other = save_id_of(files.names[number]) if number in files.shared else None
+        return other or self._manifest.save_id
+
+    def _stranger(self, number: int, header: Header, found: int) -> Fault | None:
         """Return a fault if a file was written under another name, by another save or program."""
-        save_id = self._manifest.save_id
+        save_id, name = self._save_of(number), self._manifest.files.names[number]
         if header.save_id is None:
             return Fault("foreign", name, "another program wrote it", None, 0, found)
         if header.save_id == save_id and header.name in self._manifest.files.names:

@@ -29,6 +29,8 @@ class FileTable:
     headers: Ints  # where the data of each begins; the size of a table
     # The checksum of each header, which covers the checksums in it, or of a table.
     digests: tuple[int, ...]
+    # The files that another save wrote, and how many bytes of each are of no use here.
+    shared: Mapping[int, int] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         return len(self.names)

@@ -108,6 +108,7 @@ class NativeSource(Source):
         self.block_bytes, self.created = manifest.block_bytes, manifest.created
         self.file_columns = FileColumns(manifest.places, manifest.place)
         self.store, self.files, self.text = store, manifest.files.names, text
+        self.shared_files = [self.files[number] for number in manifest.files.shared]
         self._pool = pool or default_pool()
         self._held: dict[int, Held] = {}  # by number of the file
 

@@ -114,7 +114,7 @@ class _Scanner:
         if opened.header is None:
             scan = _Scan(tuple(opened.faults), frozenset(wanted))
         else:
-            scan = self._match(name, wanted, opened, opened.header)
+            scan = self._match(number, wanted, opened, opened.header)
         table = files.tables.get(number)
         if table is not None:
             nbytes = scan.header_bytes + (0 if opened.sums is None else int(files.sizes[table]))
@@ -124,9 +124,14 @@ class _Scanner:
         return scan
 
     def _match(
-        self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: OpenedFile, header: Header
+        self,
+        number: int,
+        wanted: Mapping[str, tuple[Slot, int]],
+        opened: OpenedFile,
+        header: Header,
     ) -> _Scan:
         """Compare the chunks of a header with those of the manifest, and cut them into blocks."""
+        file, is_shared = self.manifest.files.names[number], number in self.manifest.files.shared
         good, bad, unchecked = list[tuple[Slot, int]](), list[Fault](), list[str]()
         for name, (slot, at) in wanted.items():
             there = header.slots.get(name)
@@ -140,7 +145,7 @@ class _Scanner:
             elif fault is not None:
                 bad.append(fault)
         lost = frozenset([*unchecked, *(fault.key for fault in bad if fault.key is not None)])
-        for name in sorted(header.slots.keys() - wanted.keys()):
+        for name in () if is_shared else sorted(header.slots.keys() - wanted.keys()):
             reason = "the header has it, and the manifest does not"
             bad.append(_chunk_fault("disagrees", file, reason, header.slots[name]))
         good.sort(key=lambda pair: pair[0].begin)

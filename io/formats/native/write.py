@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import attrs
 import numpy as np
@@ -41,11 +41,12 @@ from ...execute.pieces import Piece, collect
 from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
-from ..base import CommitJob, Part, WriteJob
+from ..base import CommitJob, Part, SharedFiles, WriteJob
 from ..headers import Slot, build_header, refused_name, with_sums
-from .encoding import VERSION, encode_manifest
+from .encoding import PLAIN, VERSION, encode_manifest
 from .manifest import read_manifest
 from .record import MANIFEST, FileTable, Manifest
+from .source import NativeSource
 
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
 _SMALL: Final = 1 << 14  # bytes of a block that is copied to be written together with others
@@ -73,7 +74,14 @@ class NativeWriter(FolderWriter):
         """Publish the manifest; see `Writer.commit`."""
         written = [Written.from_bytes(report) for report in job.reports]
         created = time.time()
-        manifest = assemble(job.metadata, job.plans, written, save_id=job.save_id, created=created)
+        manifest = assemble(
+            job.metadata,
+            job.plans,
+            written,
+            save_id=job.save_id,
+            created=created,
+            shared=job.shared,
+        )
         with self.committing(job.save_id):
             left = publish(job.store, manifest, overwrite=job.overwrite)
         tidy(job.store, (*manifest.files.names, *left))
@@ -302,26 +310,59 @@ def assemble(
     save_id: str,
     created: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
+    shared: SharedFiles | None = None,
 ) -> Manifest:
-    """Make the manifest of what all ranks wrote."""
+    """Make the manifest of what all ranks wrote, and of the files that they share."""
     metadata = attrs.evolve(metadata, state_dict_metadata=_tensors_first(metadata))
     entries = metadata.state_dict_metadata
     values = {k: v for one in written for k, v in one.values.items()}
     in_files = [name not in values or values[name][0] != "inline" for name in entries.names]
-    places = chunk_places(entries, plans, _numbered(written), in_files)
     data = [file for one in written for file in one.files if file.number >= 0]
-    made = [*data, *(file for one in written for file in one.files if file.number < 0)]
+    old = _described_shared(shared)
+    chunks = [] if shared is None else _shared_chunks(shared, len(data))
+    places = chunk_places(entries, plans, _numbered(written), in_files, chunks)
+    made = [*data, *old, *(file for one in written for file in one.files if file.number < 0)]
+    unused = [] if shared is None else [*shared.unused.values()]
     files = FileTable(
         tuple(file.name for file in made),
         column([file.size for file in made]),
         column([file.header for file in made]),
         tuple(file.digest for file in made),
+        dict(enumerate(unused, len(data))),
     )
     meta = StorageMeta(save_id=save_id)
-    metadata = attrs.evolve(metadata, storage_meta=meta, version=str(VERSION))
+    metadata = attrs.evolve(
+        metadata, storage_meta=meta, version=str(PLAIN if shared is None else VERSION)
+    )
     return Manifest(
         save_id, metadata, files, places.columns, places.entry, values, created, block_bytes
     )
+
+
+def _described_shared(shared: SharedFiles | None) -> list[WrittenFile]:
+    """Describe the files that are shared, as the checkpoint that has them does."""
+    if shared is None:
+        return []
+    files = cast("NativeSource", shared.source).manifest.files
+    return [
+        WrittenFile(
+            number, files.names[number], int(files.sizes[number]), int(files.headers[number]),
+            files.digests[number],
+        )
+        for number in shared.unused
+    ]  # fmt: skip
+
+
+def _shared_chunks(shared: SharedFiles, first: int) -> list[tuple[str, int, int]]:
+    """Return the chunks that are shared, with their files' numbers in the new checkpoint."""
+    manifest = cast("NativeSource", shared.source).manifest
+    row = {number: first + at for at, number in enumerate(shared.unused)}
+    return [
+        (name, number, row[int(files[number])])
+        for name, numbers in shared.chunks.items()
+        for files in [manifest.files_of(name)]
+        for number in numbers
+    ]
 
 
 def _numbered(written: Sequence[Written]) -> Ints:

@@ -923,6 +923,26 @@ def test_a_deletion_that_fails_names_the_files(s3):
         store.delete(["a", "b"])
 
 
+def test_a_body_that_is_shorter_than_was_asked_for_is_an_error(s3, monkeypatch):
+    store, service = open_store(f"s3://{s3.bucket}/{next(names)}", **s3.options), s3._app
+    store.write("a", [bytes(1000)])
+
+    def cut(environ, start_response):
+        if environ["REQUEST_METHOD"] != "GET":
+            return service(environ, start_response)
+
+        def start(status, headers, *rest):
+            kept = [header for header in headers if header[0].lower() != "content-length"]
+            return start_response(status, [*kept, ("Content-Length", "10")], *rest)
+
+        return [b"".join(service(environ, start))[:10]]
+
+    monkeypatch.setattr(s3, "_app", cut)
+    for offsets in ((0,), (0, 20), (5, 500)):
+        with pytest.raises(StoreError, match="fewer bytes than it was asked"):
+            store.read("a", [(offset, memoryview(bytearray(16))) for offset in offsets])
+
+
 def test_a_replacement_whose_answer_is_lost_is_unsure(s3):
     store = open_store(
         f"s3://{s3.bucket}/{next(names)}",
