@@ -120,6 +120,7 @@ class Checkpoints:
                 "at every step; pass background=False, or leave comm out"
             )
         self._store = open_store(folder)
+        self._damaged = set[str]()  # folders that `restore` skipped: no save is based on these
         self._base = run_base(self._store, self._newest) if incremental else None
         base_of(self._base, format)
         self._every, self._seconds, self._keep = every, seconds, keep or Keep(last=3)
@@ -193,9 +194,10 @@ class Checkpoints:
         return self._future
 
     def _newest(self) -> str:
-        """Return the folder of the newest checkpoint; empty if there is none."""
+        """Return the folder of the newest checkpoint not known to be damaged; empty if none."""
         folders = [folder for folder in _folders(self._store) if folder.state == "committed"]
-        entries = by_age(RunEntry(folder.name, folder.created) for folder in folders)
+        sound = [folder for folder in folders if folder.name not in self._damaged]
+        entries = by_age(RunEntry(folder.name, folder.created) for folder in sound)
         return entries[-1].name if entries else ""
 
     def _reason(self, step: int, force: bool) -> str | None:
@@ -273,6 +275,7 @@ class Checkpoints:
             except Exception as error:
                 if not _is_damage(error):
                     raise
+                self._damaged.add(name)
                 self._warn(f"{target.url} is damaged and was skipped: {error}")
                 failed, more = failed or error, _touched(error)
                 spoilt = None if spoilt is None or more is None else spoilt | more
