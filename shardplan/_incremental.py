@@ -118,25 +118,30 @@ NOTHING_SHARED: Final = Sharing({})
 def share(
     comm: Comm, source: NativeSource | None, state: Mapping[Any, Any], plan: SavePlan, store: Store
 ) -> Sharing:
-    """Find what is unchanged since an earlier checkpoint, and share the files that have it."""
+    """Find what is unchanged since an earlier checkpoint, and share the files that have it.
+
+    A rank that has opened another save than the coordinator shares nothing.
+    """
+    own_id = "" if source is None else source.save_id
 
     def compare() -> Turn[dict[str, list[int]]]:
         found = {} if source is None else unchanged_chunks(source, state, plan, default_pool())
-        return Turn(found, found)
+        return Turn(found, (own_id, found))
 
     def choose(ranks: Sequence[Any]) -> Turn[Sharing]:
         merged: dict[str, list[int]] = {}
-        for found in ranks:
+        for found in (found for save_id, found in ranks if save_id == own_id):
             for name, numbers in found.items():
                 merged.setdefault(name, []).extend(numbers)
         sharing = _shared(source, merged, store)
         numbers = [] if sharing.files is None else sorted(sharing.files.unused)
-        return Turn(sharing, numbers)
+        return Turn(sharing, (own_id, numbers))
 
     done = take_step(comm, "compare with the earlier checkpoint", compare, choose)
-    if source is None:
+    save_id, shared = done.reply
+    if source is None or save_id != own_id:
         return NOTHING_SHARED
-    mine = _in_files(source, done.mine, set(done.reply))
+    mine = _in_files(source, done.mine, set(shared))
     return attrs.evolve(done.whole or NOTHING_SHARED, chunks=mine)
 
 

@@ -300,3 +300,16 @@ def test_damage_that_restore_found_is_not_shared(tmp_path):
     report = run.save(3, {**into, "adapter": torch.ones(8) * 3})
     assert report.shared == frozen.nbytes  # with step-1
     assert verify(tmp_path / "step-3").ok
+
+
+def test_ranks_that_open_different_saves_share_nothing_of_the_other(tmp_path):
+    old, new = {"w": torch.zeros(10, 400)}, {"w": torch.ones(10, 400)}
+    for name, state in (("old", old), ("new", new)):
+        run_ranks(2, lambda comm, n=name, s=state: save(part(s, comm), tmp_path / n, comm=comm))
+    mixed = {"w": torch.cat([new["w"][:5], old["w"][5:]])}  # what each rank finds unchanged
+    bases = [tmp_path / "new", tmp_path / "old"]
+    run_ranks(
+        2,
+        lambda comm: save(part(mixed, comm), tmp_path / "c", comm=comm, base=bases[comm.rank]),
+    )
+    assert same(tmp_path / "c", mixed)
