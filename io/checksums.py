@@ -234,18 +234,21 @@ class BlockSums:
 
     def compare(self, source: Source) -> list[Key]:
         """Compare all complete chunks with a checkpoint's, drop them, and return damaged ones."""
-        combine, found = source.checksum.combine, dict[Key, int]()
+        found = dict[Key, int]()
         with self._lock:
             done = {key: held for key, held in self._chunks.items() if held.complete}
             self._chunks = {key: held for key, held in self._chunks.items() if key not in done}
             whole, self._whole = self._whole, {}
         for key, held in done.items():
-            found[key] = combine([held.digests[number] for number in range(held.count)])
-        found |= {key: combine([digest]) for key, (digest, _) in whole.items()}
+            digests = [held.digests[number] for number in range(held.count)]
+            found[key] = source.checksum_of(key[0]).combine(digests)
+        for key, (digest, _) in whole.items():
+            found[key] = source.checksum_of(key[0]).combine([digest])
         expected = zip(found.items(), source.chunk_sums(list(found)), strict=True)
-        damaged = [key for (key, own), known in expected if known is not None and own != known]
-        self.matched.update(found.keys() - damaged)
-        self.verified += len(found) - len(damaged)
+        summed = [(key, own == known) for (key, own), known in expected if known is not None]
+        damaged = [key for key, fits in summed if not fits]
+        self.matched.update(key for key, fits in summed if fits)
+        self.verified += len(summed) - len(damaged)
         self.nbytes += sum(size for _, size in whole.values())
         self.nbytes += sum(held.nbytes for held in done.values())
         return damaged
@@ -313,7 +316,10 @@ class Proof:
     def settle(self, pool: Pool) -> None:
         """Compare all chunks that were begun; read those again that are incomplete."""
         limit = self._source.block_bytes + self._source.store.staging
-        pool.map(self._read_again, sorted(self.sums.incomplete(self._begun)), nbytes=limit)
+        left = sorted(self.sums.incomplete(self._begun))
+        known = zip(left, self._source.chunk_sums(left), strict=True)
+        again = [key for key, checksum in known if checksum is not None]
+        pool.map(self._read_again, again, nbytes=limit)
         self.sums.settle(self._source)
         self._begun.clear()
 
@@ -324,5 +330,5 @@ class Proof:
         lengths = [math.prod(sizes) * itemsize(place.dtype) for _, sizes in blocks]
         file = source.files[place.file]
         pieces = read_pieces(source.store, file, place.begin, place.nbytes, source.block_bytes)
-        digests = source.checksum.of_pieces(pieces, lengths)
+        digests = source.checksum_in(place.file).of_pieces(pieces, lengths)
         self.sums.add(key, len(lengths), dict(enumerate(digests)))

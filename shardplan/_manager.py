@@ -120,6 +120,7 @@ class Checkpoints:
                 "at every step; pass background=False, or leave comm out"
             )
         self._store = open_store(folder)
+        self._damaged = set[str]()  # folders that `restore` skipped: no save is based on these
         self._base = run_base(self._store, self._newest) if incremental else None
         base_of(self._base, format)
         self._every, self._seconds, self._keep = every, seconds, keep or Keep(last=3)
@@ -193,9 +194,10 @@ class Checkpoints:
         return self._future
 
     def _newest(self) -> str:
-        """Return the folder of the newest checkpoint; empty if there is none."""
+        """Return the folder of the newest checkpoint not known to be damaged; empty if none."""
         folders = [folder for folder in _folders(self._store) if folder.state == "committed"]
-        entries = by_age(RunEntry(folder.name, folder.created) for folder in folders)
+        sound = [folder for folder in folders if folder.name not in self._damaged]
+        entries = by_age(RunEntry(folder.name, folder.created) for folder in sound)
         return entries[-1].name if entries else ""
 
     def _reason(self, step: int, force: bool) -> str | None:
@@ -273,6 +275,7 @@ class Checkpoints:
             except Exception as error:
                 if not _is_damage(error):
                     raise
+                self._damaged.add(name)
                 self._warn(f"{target.url} is damaged and was skipped: {error}")
                 failed, more = failed or error, _touched(error)
                 spoilt = None if spoilt is None or more is None else spoilt | more
@@ -459,7 +462,7 @@ class _Removal:
         try:
             folders = _folders(self._store)
             old = retain(_entries(self._store, folders), self._policy).drop
-            for folder in (*old, *_abandoned(folders)):
+            for folder in (*old, *_abandoned(self._store, folders)):
                 with self._removing:
                     if folder not in self._saving:
                         _remove(self._store, folder)
@@ -492,11 +495,15 @@ def _look(store: Store) -> _Found | None:
     return None if written is None else _Found("", 0, written, "unfinished")
 
 
-def _abandoned(folders: Sequence[_Found]) -> list[str]:
-    """Return the folders of saves that were killed, unless they are too young to be sure."""
+def _abandoned(store: Store, folders: Sequence[_Found]) -> list[str]:
+    """Return the folders of saves that were killed, unless they are too young to be sure.
+
+    A folder without `METRICS`, with which each of our saves begins, is another program's.
+    """
     before = time.time() - MIN_AGE
     unfinished = (folder for folder in folders if folder.state == "unfinished")
-    return [folder.name for folder in unfinished if (folder.created or 0.0) < before]
+    old = [folder.name for folder in unfinished if (folder.created or 0.0) < before]
+    return [name for name in old if store.exists(f"{name}/{METRICS}")]
 
 
 def _entries(store: Store, folders: Sequence[_Found]) -> list[RunEntry]:

@@ -20,7 +20,7 @@ import attrs
 from shardplan.planning.columns import column
 from shardplan.planning.storage import write_tasks
 
-from ..checksums import combine_crc, sum_crc, xxhash
+from ..checksums import XXH3, Checksum, combine_crc, sum_crc
 from ..errors import FormatError, from_os_error
 from ..pool import Pool, check_stopped, processors
 from ..stores.base import Store, StoreError
@@ -60,8 +60,9 @@ class Stretch:
     file: str  # its name in errors
     offset: int  # where they begin
     nbytes: int  # how many they are
-    # Called with their xxh3 once they were read; None if that is not needed.
+    # Called with their checksum once they were read; None if that is not needed.
     seen: Callable[[int], object] | None = None
+    checksum: Checksum = XXH3
 
 
 @attrs.frozen(eq=False)
@@ -327,7 +328,7 @@ class _Mover:
     def _read(self, stretch: Stretch) -> Iterator[memoryview]:
         """Yield the bytes of a stretch; each part must be put before the next is asked for."""
         fd = self._open(stretch)
-        state = None if stretch.seen is None else xxhash.xxh3_64()
+        state = None if stretch.seen is None else stretch.checksum.start()
         done = 0
         while done < stretch.nbytes:
             view = self._take(stretch.nbytes - done)

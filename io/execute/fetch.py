@@ -127,14 +127,14 @@ class Fetch:
     def run(self, task: Ints) -> None:
         """Fetch the blocks of one task."""
         plan = self._plan
-        file, large = self._source.files[plan.file[task[0]]], plan.large[task]
+        number, large = int(plan.file[task[0]]), plan.large[task]
         with self._turn:
             if large.any():
-                self._read_large(file, task[large])
+                self._read_large(number, task[large])
             rest = task[~large]
             if len(rest):
                 self.begun[rest] = True
-                self._read_together(file, rest)
+                self._read_together(number, rest)
                 self.done[rest] = True
                 self._report(int(plan.nbytes[rest].sum()))
 
@@ -174,9 +174,9 @@ class Fetch:
         begun = {names[box] for box in boxes[self.begun].tolist()}
         return begun - bad, begun & bad
 
-    def _read_large(self, file: str, blocks: Ints) -> None:
+    def _read_large(self, number: int, blocks: Ints) -> None:
         """Read blocks of large units, and hash every piece while it is in the cache."""
-        plan = self._plan
+        plan, file = self._plan, self._source.files[number]
         units = np.split(blocks, np.flatnonzero(np.diff(plan.unit[blocks])) + 1)
         groups = [
             [*zip(plan.start[unit].tolist(), self._own_memory(unit), strict=True)] for unit in units
@@ -188,7 +188,7 @@ class Fetch:
             with closing(self._store.read_pieces(file, groups, PIECE_BYTES)) as each:
                 for pieces, size in zip(each, sizes, strict=True):
                     begun += 1
-                    state = self._source.checksum.start()
+                    state = self._source.checksum_in(number).start()
                     for piece in pieces:
                         state.update(piece)
                     digests.append(state.intdigest())
@@ -203,14 +203,14 @@ class Fetch:
             self.digests[plan.unit[blocks[edges[:done]]]] = digests
             self._count(sum(map(len, groups[:done])), sum(sizes[:done]))
 
-    def _read_together(self, file: str, task: Ints) -> None:
+    def _read_together(self, number: int, task: Ints) -> None:
         """Read many blocks at once; then deliver and hash each of them."""
-        plan = self._plan
+        plan, file = self._plan, self._source.files[number]
         plain, mapped = plan.plain[task], plan.mapped[task]
         small = plain & ~mapped & self._small[task]
         runs = group_blocks(plan.start[task[small]], plan.nbytes[task[small]], max_bytes=_BUFFER)
         if len(runs) * _MANY <= int(small.sum()):
-            self._copy_small(file, task[small], runs)
+            self._copy_small(number, task[small], runs)
             plain, mapped, task = plain[~small], mapped[~small], task[~small]
         staged = [_Staged.of(plan, self._dests, block) for block in task[~plain & ~mapped].tolist()]
         views: list[Views] = [[view] for view in self._own_memory(task[plain])]
@@ -223,11 +223,12 @@ class Fetch:
             self._copy_mapped(file, task[mapped])
         for block in staged:
             block.deliver()
-        self._hash(blocks, views)
+        self._hash(number, blocks, views)
 
-    def _copy_small(self, file: str, blocks: Ints, runs: Sequence[tuple[int, int]]) -> None:
+    def _copy_small(self, number: int, blocks: Ints, runs: Sequence[tuple[int, int]]) -> None:
         """Read runs of small blocks into a buffer; hash each, and copy it to where it belongs."""
-        plan, digest = self._plan, self._source.checksum.of
+        plan, file = self._plan, self._source.files[number]
+        digest = self._source.checksum_in(number).of
         for low, high in runs:
             own = blocks[low:high]
             hashed = bool(plan.hashed[plan.blocks.box[own]].any())
@@ -255,7 +256,7 @@ class Fetch:
                 dest.fill(found[low - first : high - first], in_file)
         self._count(len(blocks), int(plan.nbytes[blocks].sum()))
 
-    def _hash(self, blocks: Ints, views: list[Views]) -> None:
+    def _hash(self, number: int, blocks: Ints, views: list[Views]) -> None:
         """Hash the units among some blocks, given the memory of each block."""
         plan = self._plan
         rows = np.flatnonzero(plan.hashed[plan.blocks.box[blocks]])
@@ -263,7 +264,7 @@ class Fetch:
         units: dict[int, Views] = {}
         for row, unit in zip(rows.tolist(), plan.unit[blocks[rows]].tolist(), strict=True):
             units[unit] = units[unit] + views[row] if unit in units else views[row]
-        digest = self._source.checksum.of
+        digest = self._source.checksum_in(number).of
         self.digests[list(units)] = [digest(found) for found in units.values()]
 
     def _own_memory(self, blocks: Ints) -> Views:

@@ -84,7 +84,7 @@ def _verify(source: Source, views: Sequence[_View], pool: Pool) -> None:
         ends = np.cumsum([int(np.prod(sizes)) * width for _, sizes in boxes]).tolist()
         parts = [view.data[low:high] for low, high in zip([0, *ends], ends, strict=False)]
         blocks += [(view.key, len(ends), number, part) for number, part in enumerate(parts)]
-    digests = pool.map(lambda block: source.checksum.of([block[3].data]), blocks)
+    digests = pool.map(lambda block: source.checksum_of(block[0][0]).of([block[3].data]), blocks)
     for (key, count, number, part), digest in zip(blocks, digests, strict=True):
         sums.add(key, count, {number: digest}, part.nbytes)
     sums.settle(source)

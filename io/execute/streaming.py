@@ -185,7 +185,9 @@ class Ahead:
         assert path is not None
         proof = self._proof
         check = None if proof is None or plan.block[row] < 0 else self._check(row, proof)
-        return Stretch(path, name, int(plan.begin[row]), int(plan.length[row]), check)
+        begin, length = int(plan.begin[row]), int(plan.length[row])
+        checksum = self._reader.source.checksum_in(plan.file[row])
+        return Stretch(path, name, begin, length, check, checksum)
 
     def _check(self, row: int, proof: Proof) -> Callable[[int], None]:
         """Return what takes the checksum of a read that is a block of its chunk."""

@@ -168,7 +168,7 @@ class Source(Protocol):
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES  # the most that were hashed together; see `planning.storage`
     checksum: Checksum = XXH3
-    has_sums: bool = False  # whether every chunk has one; see `sums_of`
+    has_sums: bool = False  # whether chunks may have one; else conversions ask for none
     created: float | None = None  # in seconds since 1970
     remarks: Mapping[str, str] = {}  # text about the model that files of some formats carry
     notes: tuple[str, ...] = ()  # what is odd about it and yet no error
@@ -203,6 +203,14 @@ class Source(Protocol):
         raise FormatError(self.store.url, f"`{name}` is not there: {self.format} has only tensors")
 
     # What follows need not be written for a new format.
+
+    def checksum_in(self, file: int) -> Checksum:
+        """Return how chunks in one of the files are summed, if they are."""
+        return self.checksum
+
+    def checksum_of(self, name: str) -> Checksum:
+        """Return how chunks of one tensor are summed, if they are."""
+        return self.checksum
 
     @property
     def save_id(self) -> str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from shardplan.planning import Metadata, TensorMetadata, itemsize
 
+from ..checksums import Checksum
 from ..stores.base import Store
 from ..stores.joined import JoinedStore
 from .base import ChunkPlace, Fault, Source
@@ -90,12 +92,20 @@ class JoinedSource(Source):
         origins, found = [self.origin(*chunk) for chunk in chunks], dict[int, int | None]()
         for number, rows in _by_source(origins):
             part = self.parts[number]
-            if (part.checksum, part.block_bytes) != (self.checksum, self.block_bytes):
+            if part.block_bytes != self.block_bytes:
                 continue
             whole = [row for row in rows if origins[row].offsets is None]
             sums = part.chunk_sums([_key(origins[row]) for row in whole]) if whole else []
             found |= zip(whole, sums, strict=True)
         return [found.get(row) for row in range(len(origins))]
+
+    def checksum_in(self, file: int) -> Checksum:
+        """Return how the checkpoint that has a file sums its chunks."""
+        return self.parts[bisect_right(self._first, file) - 1].checksum
+
+    def checksum_of(self, name: str) -> Checksum:
+        """Return how the checkpoint that has a tensor sums its chunks."""
+        return self.parts[self.origin(name, 0).source].checksum
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a non-tensor value."""

@@ -535,6 +535,20 @@ def test_damage_of_a_large_chunk_is_found_on_the_way(tmp_path, format, mesh):
     assert convert(tmp_path / "a", target, format=format, mesh=mesh, verify=False).verified == 0
 
 
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("source", ["dcp", "torch"])
+def test_damage_of_records_that_are_copied_is_found(tmp_path, source, target):
+    sd = {"w": torch.randn(5 << 20), "v": torch.randn(1000)}  # 20 MiB: two blocks
+    shardplan.save(sd, place(tmp_path, "a", source), format=source)
+    assert convert(place(tmp_path, "a", source), tmp_path / "sound").verified == 2
+    (file,) = [*tmp_path.glob("a/*.distcp"), *tmp_path.glob("a*.pt")]
+    with open(file, "r+b") as opened:
+        opened.seek(file.stat().st_size // 2)
+        opened.write(b"\xff\xfe")
+    with pytest.raises(FormatError, match="checksums do not fit: `w`"):
+        convert(place(tmp_path, "a", source), place(tmp_path, "b", target), format=target)
+
+
 def test_damage_found_by_ranks_says_how_to_see_all_of_it(tmp_path):
     shardplan.save({"w": torch.randn(1000, 10)}, tmp_path / "a")
     (file,) = (tmp_path / "a").glob("*.safetensors")

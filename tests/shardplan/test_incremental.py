@@ -282,3 +282,21 @@ def test_a_save_in_which_nothing_has_changed_is_pointed_out(tmp_path, caplog):
     assert "has changed" not in caplog.text
     run.save(3, state | {"trained": torch.ones(3, 5), "step": 3})
     assert f"no tensor of {tmp_path}/step-3 has changed since save" in caplog.text
+
+
+def test_damage_that_restore_found_is_not_shared(tmp_path):
+    frozen = torch.randn(30, 1000)
+    run = Checkpoints(tmp_path, every=1, incremental=True, background=False)
+    for step in (1, 2):
+        run.save(step, {"frozen": frozen, "adapter": torch.full((8,), float(step))})
+    for file in (tmp_path / "step-2").glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.unlink()  # step-1 keeps what it has
+        file.write_bytes(data)
+    into = {"frozen": torch.zeros(30, 1000), "adapter": torch.zeros(8)}
+    with pytest.warns(UserWarning, match="step-2 is damaged"):
+        assert run.restore(into) == 2
+    report = run.save(3, {**into, "adapter": torch.ones(8) * 3})
+    assert report.shared == frozen.nbytes  # with step-1
+    assert verify(tmp_path / "step-3").ok

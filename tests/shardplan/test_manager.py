@@ -317,6 +317,15 @@ def test_what_a_killed_save_left_is_removed_once_it_is_old(tmp_path):
     assert folders(tmp_path) == ["step-20", "step-30"]
 
 
+def test_old_folders_of_another_program_stay(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    file = tmp_path / "step-1" / "model.pt"
+    torch.save(state(), file)
+    os.utime(file, (1.0, 1.0))
+    train(Checkpoints(tmp_path, every=10), range(11))
+    assert file.exists()
+
+
 def test_metrics_of_a_save_that_failed_are_not_those_of_the_checkpoint(tmp_path):
     keep = Keep(last=1, best=("loss", "min", 1))
     run = Checkpoints(tmp_path, every=1, background=False, keep=keep)

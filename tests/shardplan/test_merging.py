@@ -120,14 +120,22 @@ def test_a_sum_cannot_be_written_over_what_it_is_made_of(tmp_path):
         convert(a + b, tmp_path / "b", overwrite=True)
 
 
-def test_damage_of_any_part_is_noticed(tmp_path):
-    a, b = pair(tmp_path, {"w": torch.ones(300)}, {"w": torch.ones(300)})
-    (file,) = (tmp_path / "b").glob("*.safetensors")
+@pytest.mark.parametrize("other", ["safetensors", "dcp", "hf"])
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_damage_of_any_part_is_noticed(tmp_path, format, other):
+    sd = {"w": torch.ones(3000)}
+    save(sd, tmp_path / "b", format=format)
+    save(sd, tmp_path / "a", format=other)
+    (file,) = [*(tmp_path / "b").glob("*.safetensors"), *(tmp_path / "b").glob("*.distcp")]
     data = bytearray(file.read_bytes())
-    data[-5] ^= 1
+    data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(FormatError, match="checksums do not fit"):
-        (a + b)["w"][:]
+    a, b = (open_checkpoint(tmp_path / name) for name in ("a", "b"))
+    for one in (a + b, b + a):
+        with pytest.raises(FormatError, match="checksums do not fit"):
+            one["w"][:]
+        with pytest.raises(FormatError, match="checksums do not fit"):
+            convert(one, tmp_path / "c")
 
 
 def test_ranks_write_a_sum_together(tmp_path):

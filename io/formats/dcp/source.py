@@ -170,7 +170,7 @@ class DcpSource(Source):
     """A checkpoint of torch.distributed.checkpoint; a `Source`."""
 
     format = "dcp"
-    checksum = CRC32
+    checksum, has_sums = CRC32, True
 
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
         self.described = described
