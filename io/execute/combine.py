@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -20,9 +21,9 @@ from shardplan.planning import (
     terms_of,
 )
 from shardplan.planning.columns import ReadItems
-from shardplan.planning.storage import BLOCK_BYTES, boxes_of, read_boxes
+from shardplan.planning.storage import BLOCK_BYTES, boxes_of, find_chunks, read_boxes
 
-from ..checksums import BlockSums, damage_error
+from ..checksums import BlockSums, Key, Proof
 from ..errors import FormatError, LoadError
 from ..optional import torch
 from ..pool import Progress
@@ -53,12 +54,14 @@ def fill_combined(
 ) -> ReadStats:
     """Fill tensors from a sum of checkpoints, given a reader of these; see `Reader.fill`.
 
-    Chunks that are read whole, block by block, are compared with their checksums.
+    Chunks that are read whole are compared with their checksums. Those whose own blocks are not the
+    blocks that are added up, as of a narrower dtype, are read again for that.
     """
-    own = BlockSums() if sums is None and verify else sums
+    proof = Proof(stored.source)
+    own = proof.sums if sums is None and verify else sums
 
-    def work(task: _Task) -> ReadStats:
-        made, stats = _added_up(stored, expression, task, verify=verify, sums=own)
+    def work(task: _Task) -> tuple[ReadStats, Counter[Key]]:
+        made, stats, came = _added_up(stored, expression, task, verify=verify, sums=own)
         picked = every(task.offsets, step)
         made = made[tuple(slice(one.first, None, one.step) for one in picked)]
         into = [one.into for one in picked]
@@ -66,18 +69,31 @@ def fill_combined(
             copy_elements(mine, theirs)
         if progress is not None:
             progress.add(made.numel() * itemsize(reader.dtype_of(task.name)))
-        return stats
+        return stats, came
 
     try:
         done = reader.pool.map(work, list(_tasks(expression, items)), nbytes=_cost)
-        damaged = own.compare(stored.source) if own is not None and sums is None else []
-        if damaged:
-            raise damage_error(stored.source, damaged)
+        if own is proof.sums:
+            proof.begin(_read_whole(stored, [came for _, came in done]))
+            proof.settle(reader.pool)
     except (FormatError, LoadError) as error:  # of memory that no state dict has
         touched = {items.names[number] for number in items.dest.tolist()}
         raise stopped_error(error, set(), touched) from error
-    (first, *rest) = done
+    (first, *rest) = [stats for stats, _ in done]
     return sum(rest, first)
+
+
+def _read_whole(stored: Reader, came: Iterable[Counter[Key]]) -> list[Key]:
+    """Return the chunks of which all elements came, given how many of each came with each block."""
+    total: Counter[Key] = Counter()
+    for one in came:
+        total.update(one)
+    entries = stored.metadata.state_dict_metadata
+    tensors = {
+        name: entry for name, _ in total if isinstance(entry := entries[name], TensorMetadata)
+    }
+    volumes = {name: entry.chunks.sizes.prod(axis=1) for name, entry in tensors.items()}
+    return [(name, chunk) for (name, chunk), n in total.items() if n >= volumes[name][chunk]]
 
 
 def combined_chunks(
@@ -145,18 +161,24 @@ def _widest(expression: Expression, name: str) -> str:
 
 def _added_up(
     stored: Reader, expression: Expression, task: _Task, *, verify: bool, sums: BlockSums | None
-) -> tuple[torch.Tensor, ReadStats]:
-    """Read the terms of a block one after the other, and add them up."""
+) -> tuple[torch.Tensor, ReadStats, Counter[Key]]:
+    """Read the terms of a block one after the other, and add them up; count what came of chunks."""
     total = empty_tensor(task.sizes, task.dtype)
     stats: list[ReadStats] = []
+    came: Counter[Key] = Counter()
     for number, term in enumerate(terms_of(expression, task.name)):
         boxes = term_boxes(term, task.start, task.sizes, _rank(expression, term))
         found = [empty_tensor(box.sizes, stored.dtype_of(box.name)) for box in boxes]
         reads, box = read_boxes(stored.metadata, boxes)
         stats.append(stored.fill_boxes(found, reads, box, verify=verify, sums=sums))
+        chunks = find_chunks(stored.metadata, reads).tolist()
+        for name, chunk, n in zip(
+            reads.storage.tolist(), chunks, reads.numel.tolist(), strict=True
+        ):
+            came[reads.names[name], chunk] += n
         _add(total, found, term.weight, is_first=number == 0)
     (first, *rest) = stats
-    return total, sum(rest, first)
+    return total, sum(rest, first), came
 
 
 def _rank(expression: Expression, term: Term) -> int:
