@@ -14,12 +14,12 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +42,7 @@ RESULTS, PAGE = ROOT / "build" / "peers.json", ROOT / "docs" / "performance.md"
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 OURS, RAW, LIMIT = "shardplan", "raw", "limit"
 TENSORS = 32
+OWN_SIZE = ("small", "many", "start")  # jobs whose size is not `--gib`
 
 
 @attrs.frozen
@@ -533,7 +534,7 @@ def measure_conversions(args, folder):
 def convert(label, contender, folder):
     """Convert once, and print the seconds and the GiB of memory."""
     source, target, format = CONVERSIONS[label]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_kib()
 
     def theirs():
         file = folder / "x.pt"
@@ -551,8 +552,13 @@ def convert(label, contender, folder):
         shardplan.convert(folder / source, folder / target, format=format)
 
     took, _ = seconds(ours if contender == OURS else theirs)
-    rise = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(took, rise / 2**20)
+    print(took, (peak_kib() - before) / 2**20)
+
+
+def peak_kib():
+    """Return this process's most memory; `ru_maxrss` would count the process that started it."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\s*(\d+)", status)[1])
 
 
 def measure_async(args, folder):
@@ -617,8 +623,11 @@ JOBS = {
     "new": ("new tensors, touched", measure_own_format(news)),
     "hf-load": ("Hugging Face files into existing tensors", measure_hf(loads)),
     "hf-new": ("Hugging Face files as new tensors", measure_hf(news)),
-    "cold-load": ("the same, cold cache, existing tensors", measure_hf(loads, cold=True)),
-    "cold-new": ("the same, cold cache, new tensors", measure_hf(news, cold=True)),
+    "cold-load": (
+        "Hugging Face files into existing tensors, cold cache",
+        measure_hf(loads, cold=True),
+    ),
+    "cold-new": ("Hugging Face files as new tensors, cold cache", measure_hf(news, cold=True)),
     "small": ("10,000 tensors of 4 KiB", measure_small(10_000)),
     "many": ("100,000 tensors of 4 KiB", measure_small(100_000)),
     "slices": ("an eighth of each tensor", measure_slices),
@@ -652,7 +661,8 @@ def write_table():
             label, _, who = name.rpartition("|")
             parts.setdefault(label, {})[who] = row
         for label, rows in parts.items():
-            lines += table_rows(": ".join(filter(None, (title, label))), rows)
+            size = "" if job in OWN_SIZE else f"{known[job]['gib']:g} GiB"
+            lines += table_rows(": ".join(filter(None, (title, size, label))), rows)
     text = f"{where_text(known)}\n\n" + "\n".join(lines)
     page = PAGE.read_text()
     pattern = re.compile(re.escape(BEGIN) + ".*" + re.escape(END), re.DOTALL)
@@ -675,16 +685,15 @@ def where_text(known):
     names = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer", "tensorizer")
     names += ("orbax-checkpoint", "tensorstore", "torch_checkpointing")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    sizes = sorted({f"{job['gib']:g} GiB" for job in known.values()})
-    return "\n".join(
-        (
-            f"{datetime.now(UTC):%d %B %Y}, {os.cpu_count()} cores of "
-            f"{processor[1] if processor else platform.machine()}, {memory:.0f} GiB of memory,",
-            f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()};",
-            f"{' or '.join(sizes)} in {TENSORS} tensors where nothing else is said. Versions:",
-            ", ".join(f"{name} {version(name)}" for name in names if has(name)) + ".",
-        )
+    rounds = " or ".join(map(str, sorted({job["rounds"] for job in known.values()})))
+    cores = f"{os.cpu_count()} cores of {processor[1] if processor else platform.machine()}"
+    system = f"Linux {platform.release().partition('-')[0]}, Python {platform.python_version()}"
+    versions = ", ".join(f"{name} {version(name)}" for name in names if has(name))
+    text = (
+        f"{datetime.now(UTC):%d %B %Y}, {cores}, {memory:.0f} GiB of memory, {system}; medians of "
+        f"{rounds} rounds, {TENSORS} tensors where nothing else is said. Versions: {versions}."
     )
+    return textwrap.fill(text, 110, break_on_hyphens=False)
 
 
 def has(name):
