@@ -168,7 +168,7 @@ class Source(Protocol):
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES  # the most that were hashed together; see `planning.storage`
     checksum: Checksum = XXH3
-    has_sums: bool = False  # whether chunks may have one; else conversions ask for none
+    has_sums: bool = True  # whether chunks may have one; if False, conversions ask for none
     created: float | None = None  # in seconds since 1970
     remarks: Mapping[str, str] = {}  # text about the model that files of some formats carry
     notes: tuple[str, ...] = ()  # what is odd about it and yet no error

@@ -162,7 +162,7 @@ def in_child(work, *args, seconds=None, strike=None):
             os.setpgid(0, 0)
             work(*args)
             status = 0
-        except BaseException:  # the parent is told
+        except BaseException:  # reported to the parent
             os.write(writer, traceback.format_exc().encode()[-8000:])
         os._exit(status)
     os.close(writer)

@@ -351,7 +351,8 @@ def test_work_inside_of_work_is_stopped_with_it():
     assert stopped == ["long"]
 
 
-def test_an_interrupted_save_does_not_write_its_file_to_the_end():
+@pytest.mark.parametrize("nbytes", [8 << 20, 20 << 20])  # hashed before it is written, or meanwhile
+def test_an_interrupted_save_does_not_write_its_file_to_the_end(nbytes):
     taken = []
 
     def wait_until_stopped():
@@ -371,11 +372,11 @@ def test_an_interrupted_save_does_not_write_its_file_to_the_end():
 
             return super().write(path, pieces(), **options)
 
-    inner = open_store("memory://interrupted-save")
+    inner = open_store(f"memory://interrupted-save-{nbytes}")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            shardplan.save({"w": torch.zeros(20 << 18)}, Interrupted(inner))  # too large to collect
+            shardplan.save({"w": torch.zeros(nbytes >> 2)}, Interrupted(inner))
     finally:
         signal.signal(signal.SIGINT, before)
     assert taken == [0, 1, 2]

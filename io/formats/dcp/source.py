@@ -170,7 +170,7 @@ class DcpSource(Source):
     """A checkpoint of torch.distributed.checkpoint; a `Source`."""
 
     format = "dcp"
-    checksum, has_sums = CRC32, True
+    checksum = CRC32
 
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
         self.described = described

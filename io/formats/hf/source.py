@@ -144,7 +144,7 @@ class _Place(NamedTuple):
 class HfSource(Source):
     """Safetensors files; ``tied`` are names that share another's elements, and those others."""
 
-    format = "hf"
+    format, has_sums = "hf", False
 
     def __init__(self, store: Store, name: str = "", pool: Pool | None = None) -> None:
         chosen = choose_files(store, name)

@@ -95,7 +95,6 @@ class NativeSource(Source):
     """A checkpoint of ours. Of headers that were read, only places and checksums are kept."""
 
     format = "safetensors"
-    has_sums = True
 
     def __init__(
         self,

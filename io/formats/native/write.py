@@ -214,7 +214,7 @@ class _File:
         else:
             pieces = list(hashed)
             header = with_sums(self.header, hashed.sums)
-            store.write(self.name, [header, *pieces], nbytes=self.size)
+            store.write(self.name, _until_stopped([header, *pieces]), nbytes=self.size)
         return (self._described(with_sums(self.header, hashed.sums)),)
 
     def _head_last(self, hashed: _Hashed) -> Iterator[memoryview]:
@@ -229,6 +229,12 @@ class _File:
 def _described_table(name: str, table: bytes) -> WrittenFile:
     digest = hash_views([memoryview(table)])
     return WrittenFile(-1, table_name(name), len(table), len(table), digest)
+
+
+def _until_stopped(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    for piece in pieces:
+        check_stopped()
+        yield piece
 
 
 class _Hashed:

@@ -114,7 +114,7 @@ class TorchSource(Source):
     """A `torch.save` file; a `Source`."""
 
     format = "torch"
-    checksum, has_sums = CRC32, True
+    checksum = CRC32
 
     def __init__(self, store: Store, file: str, archive: Archive, saved: Nested) -> None:
         nested = saved.value
